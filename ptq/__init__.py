@@ -1,0 +1,81 @@
+"""ptq: post-training quantization and calibration for PyTorch.
+
+The names below are imported when they are first used, so that ``ptq --help`` need not wait for torch. Rooms are
+named by nouns (``ptq.calibration``) and what they do by verbs (``ptq.calibrate``): the two never collide.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ptq.allocator import tune_allocator
+    from ptq.calibration import Calibration, LayerStatistics, calibrate
+    from ptq.errors import PtqError
+    from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
+    from ptq.quantization import Bits, Quantized, Scheme, quantize
+    from ptq.smoothing import ALPHAS, Smoothed, smooth
+    from ptq.sweeping import Sweep, sweep
+    from ptq.tasks import Task
+
+__all__ = [
+    "ALPHAS",
+    "Bits",
+    "Calibration",
+    "Evaluation",
+    "LayerError",
+    "LayerStatistics",
+    "PtqError",
+    "Quantized",
+    "Scheme",
+    "Smoothed",
+    "Sweep",
+    "Task",
+    "__version__",
+    "calibrate",
+    "evaluate",
+    "layer_errors",
+    "quantize",
+    "smooth",
+    "sweep",
+    "tune_allocator",
+]
+
+_HOMES = {
+    "ALPHAS": "ptq.smoothing",
+    "Bits": "ptq.quantization",
+    "Calibration": "ptq.calibration",
+    "Evaluation": "ptq.evaluation",
+    "LayerError": "ptq.evaluation",
+    "LayerStatistics": "ptq.calibration",
+    "PtqError": "ptq.errors",
+    "Quantized": "ptq.quantization",
+    "Scheme": "ptq.quantization",
+    "Smoothed": "ptq.smoothing",
+    "Sweep": "ptq.sweeping",
+    "Task": "ptq.tasks",
+    "calibrate": "ptq.calibration",
+    "evaluate": "ptq.evaluation",
+    "layer_errors": "ptq.evaluation",
+    "quantize": "ptq.quantization",
+    "smooth": "ptq.smoothing",
+    "sweep": "ptq.sweeping",
+    "tune_allocator": "ptq.allocator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ptq")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ptq' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # found once, found for good
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

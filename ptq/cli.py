@@ -1,0 +1,327 @@
+"""The command line: parse, call, print. Heavy imports happen inside the commands."""
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ptq.errors import InputError, PtqError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ptq.run import Run
+
+app = typer.Typer(
+    name="ptq",
+    help="Post-training quantization and calibration for PyTorch. Every command works without arguments, on an "
+    "embedded task.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DEFAULT_SWEEP = "W8A8,W4A4,W3A4"
+DEFAULT_ALPHAS = "0.05:0.95:0.05"
+
+# What every command understands.
+_COMMON: dict[str, tuple[Any, Any]] = {
+    "task": (
+        Annotated[str | None, typer.Option(help="digits (embedded), cifar10-resnet20, cifar10-resnet56, "
+                                           "cifar10-mobilenetv2, or package.module:factory.")],
+        None,
+    ),
+    "model": (Annotated[str | None, typer.Option(help="torchvision:NAME, timm:NAME or package.module:factory.")], None),
+    "weights": (
+        Annotated[list[str] | None, typer.Option("--weights", "--checkpoint", metavar="FILE",
+                                                 help="Checkpoint: safetensors, or a pickle of tensors.")],
+        None,
+    ),
+    "data": (
+        Annotated[str | None, typer.Option(help="imagefolder:DIR, cifar10:DIR, npz:FILE or package.module:factory.")],
+        None,
+    ),
+    "download": (Annotated[bool, typer.Option("--download", help="Let torchvision fetch the data set.")], False),
+    "batch_size": (Annotated[int | None, typer.Option(help="Images per batch.")], None),
+    "image_size": (Annotated[int | None, typer.Option(help="Side of the images, in pixels.")], None),
+    "run": (Annotated[Path | None, typer.Option(help="Run folder; reports/<task> if not given.")], None),
+    "device": (Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")], "auto"),
+    "seed": (Annotated[int | None, typer.Option(help="Seed of whatever is random.")], None),
+    "as_json": (Annotated[bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")], False),
+    "debug": (Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")], False),
+}  # fmt: skip
+
+
+class Screen:
+    """Where results go: tables for people, or one JSON object for programs."""
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self._as_json, self._quiet = as_json, quiet
+        self.progress = not quiet and sys.stderr.isatty()
+
+    def say(self, message: str) -> None:
+        if not self._quiet:
+            typer.echo(message, err=True)
+
+    def show(self, tables: "Iterable[Table]", files: Iterable[Path], result: dict[str, Any]) -> None:
+        """Print what a command found and which files it wrote."""
+        names = [str(file) for file in files]
+        if self._as_json:
+            typer.echo(json.dumps({**result, "files": names}, ensure_ascii=False))
+        if self._quiet or self._as_json:
+            return
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, emoji=False, markup=False)
+        for table in tables:
+            console.print(table)
+            console.print()
+        typer.echo("wrote " + ", ".join(names))
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a command: it gets a Run and a Screen made from the common options, then its own options."""
+    own = list(inspect.signature(function).parameters.values())[2:]
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in _COMMON.items()
+    ]
+
+    @functools.wraps(function)
+    def wrapper(**given: Any) -> None:
+        options = {name: given.pop(name) for name in _COMMON}
+        screen = Screen(as_json=options["as_json"], quiet=options["quiet"])
+        try:
+            if "bits_or_file" in inspect.signature(function).parameters:
+                given["bits_or_file"], options["weights"] = _bits_and_files(options["weights"])
+            function(_open_run(options, screen), screen, **given)
+        except PtqError as error:
+            if options["debug"]:
+                raise
+            _fail(str(error), 1)
+        except KeyboardInterrupt:
+            _fail("interrupted: what is finished is kept, the same command goes on from there", 130)
+        except (OSError, RuntimeError, MemoryError) as error:
+            if options["debug"]:
+                raise
+            _fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (--debug for more)", 1)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "bits_or_file"]
+    wrapper.__signature__ = inspect.Signature([*parameters, *common])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*parameters, *common]}
+    return app.command()(wrapper)
+
+
+def _open_run(options: dict[str, Any], screen: Screen) -> "Run":
+    from ptq.allocator import tune_allocator
+
+    tune_allocator()
+    from ptq.run import Run, TaskOptions
+
+    files = options["weights"] or []
+    if len(files) > 1:
+        raise InputError(f"--weights was given {len(files)} times ({', '.join(files)}): one checkpoint is enough")
+    task = TaskOptions(
+        **{key: options[key] for key in ("task", "model", "data", "batch_size", "image_size", "seed")},
+        weights=files[0] if files else None,
+    )
+    return Run(
+        task,
+        options["run"],
+        device=options["device"],
+        download=options["download"],
+        say=screen.say,
+        progress=screen.progress,
+    )
+
+
+def _bits_and_files(values: list[str] | None) -> tuple[str | None, list[str]]:
+    """In ``quantize``, ``--weights 4`` are bits and ``--weights model.safetensors`` is a checkpoint."""
+    bits = [value for value in values or [] if value.isdigit() or value == "float"]
+    if len(bits) > 1:
+        raise InputError(f"--weights {' --weights '.join(bits)}: give the bits of the weights once")
+    return (bits[0] if bits else None), [value for value in values or [] if value not in bits]
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"ptq: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@command
+def calibrate(
+    run: "Run",
+    screen: Screen,
+    batches: Annotated[int, typer.Option(help="How many batches to stream, fewer where the data ends.")] = 200,
+    observer: Annotated[str, typer.Option(help="How ranges are chosen: max, percentile, entropy or mse.")] = "max",
+) -> None:
+    """Stream per-channel statistics of what every Conv and Linear reads."""
+    calibration = run.calibrate(observer, batches)
+    from ptq.report.tables import calibration_table
+
+    layers = {
+        name: {
+            "kind": layer.kind,
+            "channels": layer.channels,
+            "activation_absmax_median": float(layer.activation_absmax.median()),
+            "activation_absmax_max": float(layer.activation_absmax.max()),
+            "weight_absmax_max": float(layer.weight_absmax.max()),
+        }
+        for name, layer in calibration.layers.items()
+    }
+    result = {
+        "batches": calibration.batches,
+        "samples": calibration.samples,
+        "observer": calibration.observer,
+        "layers": layers,
+        "never_ran": calibration.never_ran,
+    }
+    screen.show([calibration_table(calibration)], [run.calibration_file], result)
+
+
+@command
+def smooth(
+    run: "Run",
+    screen: Screen,
+    alpha: Annotated[float, typer.Option(help="How much of the spread moves to the weights, 0 to 1.")] = 0.5,
+) -> None:
+    """Even out the channels by moving their spread into the weights; proves that the function is unchanged."""
+    smoothed = run.smooth(alpha)
+    from ptq.report.tables import ledger_table
+    from ptq.storage import read_json
+
+    screen.show([ledger_table(smoothed)], [run.smoothed_file, run.ledger_file], read_json(run.ledger_file))
+
+
+@command
+def quantize(
+    run: "Run",
+    screen: Screen,
+    bits_or_file: str | None,
+    bits: Annotated[str | None, typer.Option(help="Shorthand: W8A8, w4a4, W4 (weights alone).")] = None,
+    activations: Annotated[str | None, typer.Option(help="Bits of the activations, 2 to 16, or float.")] = None,
+    first_last: Annotated[int | None, typer.Option(help="Bits of the first and the last layer.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Only layers that match, e.g. 'features.*'.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Not the layers that match.")] = None,
+    override: Annotated[list[str] | None, typer.Option(help="PATTERN=BITS, e.g. 'classifier*=W8A8'.")] = None,
+    observer: Annotated[str | None, typer.Option(help="Another observer than the calibration's.")] = None,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric activations, zero-point 0.")] = False,
+    keep_batchnorm: Annotated[bool, typer.Option("--keep-batchnorm", help="Don't fold BatchNorm first.")] = False,
+    use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use the smoothed model, if any.")] = True,
+) -> None:
+    """Quantize: --weights 8 --activations 8, or --bits W8A8."""
+    from ptq.quantization import Bits, Scheme
+    from ptq.quantization.scheme import parse_bits, parse_override
+
+    if bits and (bits_or_file or activations):
+        raise InputError(f"--bits {bits} and --weights/--activations say the same thing: give one of them")
+    scheme = Scheme(
+        bits=Bits.parse(bits) if bits else Bits(parse_bits(bits_or_file or "8"), parse_bits(activations or "8")),
+        first_last=first_last,
+        include=tuple(include or ["*"]),
+        exclude=tuple(exclude or []),
+        overrides=tuple(parse_override(text) for text in override or []),
+        symmetric_activations=symmetric,
+        fold_batchnorm=not keep_batchnorm,
+    )
+    quantized = run.quantize(scheme, use_smoothed=use_smoothed, observer=observer)
+    from ptq.report.tables import quantized_table
+
+    result = {
+        "scheme": scheme.to_json(),
+        "bits": {name: str(layer_bits) for name, layer_bits in quantized.bits.items()},
+        "observer": quantized.observer,
+    }
+    screen.show([quantized_table(quantized, run.calibration())], [run.quantized_file], result)
+
+
+@command
+def evaluate(
+    run: "Run",
+    screen: Screen,
+    images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    error_batches: Annotated[int, typer.Option(help="Batches for the per-layer errors.")] = 8,
+) -> None:
+    """Measure float, quantized, and smoothed and quantized, on the same images and layer by layer."""
+    rows, result = run.evaluate(images=images, error_batches=error_batches)
+    from ptq.report.tables import accuracy_table, layer_error_table
+
+    smoothed = run.smoothed() if result["alpha"] is not None else None
+    errors = layer_error_table(rows, run.calibration(), smoothed.calibration if smoothed else None)
+    screen.show([errors, accuracy_table(rows)], [run.evaluation_file], result)
+
+
+@command
+def sweep(
+    run: "Run",
+    screen: Screen,
+    alphas: Annotated[str, typer.Option(help="START:STOP:STEP, or a list such as 0.25,0.5.")] = DEFAULT_ALPHAS,
+    bits: Annotated[str, typer.Option(help="One or several widths.")] = DEFAULT_SWEEP,
+    images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+) -> None:
+    """Sweep α and draw accuracy and per-layer error against it; goes on where an interrupted sweep was."""
+    values = parse_alphas(alphas)
+    result = run.sweep(values, [part for part in bits.split(",") if part], images=images)
+    from ptq.report import plots
+    from ptq.report.tables import sweep_table
+
+    pictures = {
+        run.folder / "alpha_sweep.png": plots.alpha_sweep(result, f"{run.task.name}: accuracy against α"),
+        run.folder / "alpha_sweep_layers.png": plots.alpha_sweep_layers(
+            result, f"{run.task.name}: layer error against α"
+        ),
+    }
+    for path, figure in pictures.items():
+        plots.save(figure, path)
+    screen.show([sweep_table(result)], [run.sweep_file, *pictures], result.to_json())
+
+
+def parse_alphas(text: str) -> list[float]:
+    """``0.05:0.95:0.05`` (the last included) or ``0.25,0.5``."""
+    try:
+        if ":" not in text:
+            return [float(part) for part in text.split(",") if part.strip()]
+        start, stop, step = (float(part) for part in text.split(":"))
+        if not step > 0:
+            raise ValueError
+        return [round(start + i * step, 10) for i in range(int((stop - start) / step + 1e-9) + 1)]
+    except (ValueError, OverflowError) as error:
+        raise InputError(
+            f"--alphas {text!r}: write START:STOP:STEP, as 0.05:0.95:0.05, or a list, as 0.25,0.5"
+        ) from error
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import ptq
+
+        typer.echo(f"ptq {ptq.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The ``ptq`` command: errors in the options are one line too."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        message = " ".join(error.format_message().split())
+        typer.echo(f"ptq: {message} (ptq COMMAND --help lists the options)", err=True)
+        code = getattr(error, "exit_code", 2)
+    sys.exit(code)

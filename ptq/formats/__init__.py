@@ -1,0 +1,1 @@
+"""Number formats: pure numerics, no modules and no networks."""

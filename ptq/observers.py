@@ -1,0 +1,106 @@
+"""Streaming statistics: collect, merge, compute. Memory is O(channels + bins), whatever the number of batches.
+
+Both collectors are exact under merging: batches, their order and the number of processes that share them don't
+change a bit of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ptq.channels import activation_range
+
+BINS = 4096  # half of them below zero
+_HALF = BINS // 2
+_SMALLEST_EXPONENT = -126  # 2^126 is the largest power of two that float32 can still multiply by
+_BLOCK = 65536  # elements per step: the three work buffers of a block stay in a core's second-level cache
+_COPIES = 2  # interleaved counters
+
+
+class ChannelRange:
+    """Per-channel minimum and maximum of everything collected."""
+
+    def __init__(self) -> None:
+        self.minimum: Tensor | None = None  # [C]
+        self.maximum: Tensor | None = None  # [C]
+
+    def collect(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """Add a tensor; returns the minimum and the maximum of this tensor alone."""
+        minimum, maximum = (bound.float() for bound in activation_range(x, axis))
+        self._merge(minimum, maximum)
+        return minimum, maximum
+
+    def merge(self, other: ChannelRange) -> None:
+        if other.minimum is not None and other.maximum is not None:
+            self._merge(other.minimum, other.maximum)
+
+    def _merge(self, minimum: Tensor, maximum: Tensor) -> None:
+        self.minimum = minimum if self.minimum is None else torch.minimum(self.minimum, minimum)
+        self.maximum = maximum if self.maximum is None else torch.maximum(self.maximum, maximum)
+
+
+@dataclass
+class Histogram:
+    """Counts over bins ``[j · 2^k, (j+1) · 2^k)`` for ``-2048 ≤ j < 2048``, k as small as the data allows.
+
+    Widths are powers of two and edges multiples of them, so a wider histogram's bins are unions of a narrower
+    one's: growing and merging move whole counts, and the result depends on the data alone.
+    """
+
+    exponent: int = _SMALLEST_EXPONENT  # k
+    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
+
+    @property
+    def width(self) -> float:
+        return math.ldexp(1.0, self.exponent)
+
+    @property
+    def edges(self) -> Tensor:
+        """The 4097 bin edges, float64."""
+        return torch.arange(-_HALF, _HALF + 1, dtype=torch.float64) * self.width
+
+    @property
+    def centers(self) -> Tensor:
+        return self.edges[:-1] + self.width / 2
+
+    def collect(self, x: Tensor, minimum: float, maximum: float) -> None:
+        """Add a tensor whose smallest and largest element are known."""
+        self._widen(_exponent_for(max(-minimum, maximum)))
+        flat = x.reshape(-1).float()
+        # Consecutive equal values (ReLU's zeros) would wait for each other's increment: neighbours therefore count
+        # in separate copies. Work buffers are reused from block to block.
+        offsets = (torch.arange(min(_BLOCK, len(flat)), dtype=torch.int32) % _COPIES * BINS + _HALF).to(flat.device)
+        scaled, index = torch.empty_like(offsets, dtype=torch.float32), torch.empty_like(offsets)
+        inverse_width = math.ldexp(1.0, -self.exponent)
+        counts = torch.zeros(_COPIES * BINS, dtype=torch.int64, device=flat.device)
+        for block in torch.split(flat, _BLOCK):
+            n = len(block)
+            torch.mul(block, inverse_width, out=scaled[:n])  # exact: a power of two
+            if minimum < 0:
+                scaled[:n].floor_()  # the conversion to integers truncates, which is floor only from zero up
+            index[:n].copy_(scaled[:n]).add_(offsets[:n])
+            counts += torch.bincount(index[:n], minlength=_COPIES * BINS)
+        self.counts += counts.view(_COPIES, BINS).sum(0).cpu()
+
+    def merge(self, other: Histogram) -> None:
+        self._widen(other.exponent)
+        self.counts += other._counts_at(self.exponent)
+
+    def _widen(self, exponent: int) -> None:
+        if exponent > self.exponent:
+            self.counts = self._counts_at(exponent)
+            self.exponent = exponent
+
+    def _counts_at(self, exponent: int) -> Tensor:
+        places = (torch.arange(-_HALF, _HALF) >> min(exponent - self.exponent, 62)) + _HALF
+        return torch.zeros_like(self.counts).index_add_(0, places, self.counts)
+
+
+def _exponent_for(absmax: float) -> int:
+    """The smallest k with ``absmax < 2048 · 2^k``."""
+    _, exponent = math.frexp(absmax)  # absmax = m · 2^exponent, m < 1
+    return max(exponent - int(math.log2(_HALF)), _SMALLEST_EXPONENT) if absmax > 0 else _SMALLEST_EXPONENT

@@ -1,0 +1,78 @@
+"""Fake-quant: values that stand on the integer grid, in float arithmetic, on the user's own modules."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ptq import channels
+from ptq.calibration import LayerStatistics
+from ptq.formats import affine
+from ptq.hooks import pass_input_through
+from ptq.quantization.scheme import Bits
+
+ATTRIBUTE = "input_quantizer"
+
+
+class FakeQuantize(nn.Module):
+    """Rounds a tensor to the grid ``(q - zero_point) · scale``; lives on its layer as ``layer.input_quantizer``."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, bits: int, *, symmetric: bool = False) -> None:
+        super().__init__()
+        self.bits, self.symmetric = bits, symmetric
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("zero_point", torch.zeros(()))
+
+    def set_range(self, low: float, high: float) -> None:
+        if self.symmetric:
+            self.scale.copy_(affine.symmetric_scale(torch.tensor(max(-low, high)), self.bits))
+        else:
+            scale, zero_point = affine.affine_parameters(torch.tensor(low), torch.tensor(high), self.bits)
+            self.scale.copy_(scale)
+            self.zero_point.copy_(zero_point)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = affine.code_range(self.bits, symmetric=self.symmetric)
+        return affine.fake(x, self.scale, self.zero_point, first, last)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}, {'symmetric' if self.symmetric else 'affine'}"
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    return hasattr(layer, ATTRIBUTE) or hasattr(layer, "weight_scale")
+
+
+def prepare_layer(layer: channels.Layer, bits: Bits, *, symmetric: bool) -> None:
+    """Give the layer the buffers and the hook that its bits need, all still neutral."""
+    device = layer.weight.device
+    if bits.weights is not None:
+        layer.register_buffer("weight_scale", torch.ones(_outputs(layer), device=device))
+    if bits.activations is not None:
+        layer.add_module(ATTRIBUTE, FakeQuantize(bits.activations, symmetric=symmetric).to(device))
+        layer.register_forward_pre_hook(partial(pass_input_through, ATTRIBUTE), with_kwargs=True)
+
+
+@torch.no_grad()
+def quantize_layer(layer: channels.Layer, bits: Bits, statistics: LayerStatistics, observer: str) -> None:
+    """Round the weight to its grid and set the range of the input, on a prepared layer."""
+    if bits.weights is not None:
+        weight = layer.weight
+        scale = affine.symmetric_scale(channels.output_absmax(weight, layer), bits.weights)  # [O]
+        layer.weight_scale.copy_(scale)  # type: ignore[operator]
+        spread = channels.over_outputs(scale, weight, layer)
+        first, last = affine.code_range(bits.weights, symmetric=True)
+        weight.copy_(affine.fake(weight, spread, torch.zeros_like(spread), first, last))
+    if bits.activations is not None:
+        quantizer = layer.get_submodule(ATTRIBUTE)
+        assert isinstance(quantizer, FakeQuantize)
+        quantizer.set_range(*statistics.range(observer, bits.activations))
+
+
+def _outputs(layer: channels.Layer) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels

@@ -1,0 +1,128 @@
+"""Tables for the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from ptq.calibration import Calibration
+from ptq.quantization import Quantized
+from ptq.run import Row
+from ptq.smoothing import Smoothed
+from ptq.sweeping import Accuracy, Sweep
+
+_OUTLIER = 5.0  # a channel this many times the median costs the others more than two bits
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def calibration_table(calibration: Calibration) -> Table:
+    table = _table(
+        f"{len(calibration.layers)} layers, {calibration.samples} samples in {calibration.batches} batches",
+        "layer", "kind", "channels", "act median", "act max", "max/median", "weight max",
+        caption=f"a max/median above {_OUTLIER:g} (marked *) is an outlier channel: it costs all others their bits",
+    )  # fmt: skip
+    for name, layer in calibration.layers.items():
+        ratio = layer.outlier_ratio
+        table.add_row(
+            name,
+            layer.kind,
+            str(layer.channels),
+            f"{float(layer.activation_absmax.median()):.3g}",
+            f"{float(layer.activation_absmax.max()):.3g}",
+            f"{'* ' if ratio > _OUTLIER else ''}{ratio:.1f}",
+            f"{float(layer.weight_absmax.max()):.3g}",
+        )
+    for name in calibration.never_ran:
+        table.add_row(name, "never ran", "", "", "", "", "")
+    return table
+
+
+def ledger_table(smoothed: Smoothed) -> Table:
+    actions = [entry.action for entry in smoothed.ledger]
+    counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
+    proof = smoothed.proof
+    caption = None
+    if proof:
+        caption = (
+            f"equivalent on {proof.samples} samples: the output differs by {proof.output:.1e}, the worst layer "
+            f"({proof.worst_layer}) by {proof.worst_layer_difference:.1e} of its largest value"
+        )
+    title = f"α = {smoothed.alpha:g}: {counts}"
+    table = _table(title, "layer", "kind", "action", "absmax", "smoothed", "why", caption=caption)
+    for entry in smoothed.ledger:
+        before, after = ("" if x is None else f"{x:.3g}" for x in (entry.absmax_before, entry.absmax_after))
+        table.add_row(entry.layer, entry.kind, entry.action, before, after, entry.reason)
+    return table
+
+
+def quantized_table(quantized: Quantized, kinds: Calibration) -> Table:
+    table = _table(
+        f"{quantized.scheme.bits}: {len(quantized.bits)} layers, {len(quantized.batchnorms)} BatchNorms folded, "
+        f"ranges by {quantized.observer}",
+        "layer", "kind", "weights", "activations",
+    )  # fmt: skip
+    for name, layer in kinds.layers.items():
+        bits = quantized.bits.get(name)
+        weights, activations = (bits.weights, bits.activations) if bits else (None, None)
+        table.add_row(name, layer.kind, str(weights or "float"), str(activations or "float"))
+    return table
+
+
+def accuracy_table(rows: Sequence[Row]) -> Table:
+    reference = rows[0].evaluation
+    table = _table(
+        f"{reference.n} images; intervals are 95 %",
+        "network", "top-1", "interval", "top-5", "changed", "right → wrong", "wrong → right",
+    )  # fmt: skip
+    for row in rows:
+        result = row.evaluation
+        paired = result.against(reference)
+        cells = [str(paired.changed), str(paired.lost), str(paired.gained)] if row.errors is not None else [""] * 3
+        low, high = result.interval
+        table.add_row(row.name, f"{result.top1:.2f}", f"{low:.2f} … {high:.2f}", f"{result.top5:.2f}", *cells)
+    return table
+
+
+def layer_error_table(rows: Sequence[Row], calibration: Calibration, smoothed: Calibration | None) -> Table:
+    quantized = [row for row in rows if row.errors is not None]
+    columns = [f"{part} {row.name}" for row in quantized for part in ("alone", "in all")]
+    table = _table(
+        "relative L1 error of each layer, by itself and in the quantized network",
+        "layer", "absmax", *(["smoothed"] if smoothed else []), *columns,
+    )  # fmt: skip
+    for name, layer in calibration.layers.items():
+        cells = [f"{float(layer.activation_absmax.max()):.3g}"]
+        if smoothed:
+            cells.append(f"{float(smoothed.layers[name].activation_absmax.max()):.3g}")
+        for row in quantized:
+            error = (row.errors or {}).get(name)
+            parts = (error.isolated, error.accumulated) if error else (None, None)
+            cells += ["" if part is None else f"{part.l1:.4f}" for part in parts]
+        table.add_row(name, *cells)
+    return table
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    assert sweep.reference is not None
+    table = _table(
+        f"float {_with_interval(sweep.reference)} on {sweep.reference.n} images",
+        "bits", "not smoothed", "best α", "smoothed", "gain",
+    )  # fmt: skip
+    for bits in sweep.bits:
+        plain, best = sweep.find(bits, None), sweep.best(bits)
+        gain = f"{best.accuracy.top1 - plain.accuracy.top1:+.2f}" if plain else ""
+        none = _with_interval(plain.accuracy) if plain else ""
+        table.add_row(bits, none, f"{best.alpha:g}", _with_interval(best.accuracy), gain)
+    return table
+
+
+def _with_interval(accuracy: Accuracy) -> str:
+    low, high = accuracy.interval
+    return f"{accuracy.top1:.2f} ({low:.2f} … {high:.2f})"

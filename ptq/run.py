@@ -1,0 +1,281 @@
+"""A run folder: the steps of the main road, each reading what the ones before it wrote there.
+
+Every step that lacks what it builds on makes that first, with defaults. ``run.json`` keeps how the task was
+described, so that later commands on the folder need not be told again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptq.batches import limited
+from ptq.calibration import Calibration, calibrate
+from ptq.errors import InputError, MismatchError
+from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
+from ptq.quantization import Quantized, Scheme
+from ptq.quantization.apply import quantize_by
+from ptq.smoothing import Smoothed, smooth
+from ptq.storage import read_json, write_json
+from ptq.sweeping import Sweep, sweep
+from ptq.tasks import DEFAULT, Task, folder_name, resolve
+
+ROOT = Path("reports")
+DEFAULT_BATCHES = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """How a task is described on the command line; None is "not said"."""
+
+    task: str | None = None
+    model: str | None = None
+    weights: str | None = None
+    data: str | None = None
+    batch_size: int | None = None
+    image_size: int | None = None
+    seed: int | None = None
+
+    def completed_by(self, saved: TaskOptions) -> TaskOptions:
+        """What was said now goes before what was said earlier on the same folder."""
+        said = {key: value for key, value in asdict(self).items() if value is not None}
+        return replace(saved, **said)
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / folder_name(self.task or self.model or DEFAULT)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network of an evaluation."""
+
+    name: str
+    evaluation: Evaluation
+    errors: dict[str, LayerError] | None  # None for the float network
+
+
+class Run:
+    """The files of one run folder and the steps that make them."""
+
+    def __init__(
+        self,
+        options: TaskOptions,
+        folder: Path | None = None,
+        *,
+        device: str = "auto",
+        download: bool = False,
+        say: Callable[[str], None] = lambda message: None,
+        progress: bool = False,
+    ) -> None:
+        self.folder = folder or options.folder
+        saved = TaskOptions()
+        if self._description.exists():
+            content = read_json(self._description)
+            try:
+                saved = TaskOptions(**content["options"])
+            except (KeyError, TypeError) as error:
+                raise InputError(f"{self._description}: not a run description ({error}): delete it") from error
+        self.options = options.completed_by(saved)
+        self._device = _device(device)
+        self._download = download
+        self.say = say
+        self.progress = progress
+
+    @cached_property
+    def task(self) -> Task:
+        options = self.options
+        torch.manual_seed(options.seed or 0)
+        task = resolve(
+            options.task,
+            model=options.model,
+            weights=options.weights,
+            data=options.data,
+            batch_size=options.batch_size,
+            image_size=options.image_size,
+            download=self._download,
+            seed=options.seed or 0,
+        )
+        for note in task.notes:
+            self.say(note)
+        task.model.to(self._device)
+        return task
+
+    # Where things are -------------------------------------------------------------------------------------------
+
+    @property
+    def _description(self) -> Path:
+        return self.folder / "run.json"
+
+    @property
+    def calibration_file(self) -> Path:
+        return self.folder / "calibration.safetensors"
+
+    @property
+    def smoothed_file(self) -> Path:
+        return self.folder / "smoothed.safetensors"
+
+    @property
+    def smoothed_calibration_file(self) -> Path:
+        return self.folder / "smoothed_calibration.safetensors"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.folder / "ledger.json"
+
+    @property
+    def quantized_file(self) -> Path:
+        return self.folder / "quantized.safetensors"
+
+    @property
+    def evaluation_file(self) -> Path:
+        return self.folder / "evaluation.json"
+
+    @property
+    def sweep_file(self) -> Path:
+        return self.folder / "sweep.json"
+
+    # The steps --------------------------------------------------------------------------------------------------
+
+    def calibrate(self, observer: str = "max", batches: int = DEFAULT_BATCHES) -> Calibration:
+        task = self.task
+        calibration = calibrate(task.model, task.calibration, observer, batches, progress=self.progress)
+        calibration.save(self.calibration_file)
+        write_json(self._description, {"kind": "run", "schema": 1, "options": asdict(self.options)})
+        return calibration
+
+    def calibration(self) -> Calibration:
+        """The calibration of this folder, made first if it isn't there."""
+        if not self.calibration_file.exists():
+            self.say(f"{self.calibration_file} isn't there yet: calibrating first")
+            return self.calibrate()
+        calibration = Calibration.load(self.calibration_file)
+        calibration.check(self.task.model)
+        return calibration
+
+    def smooth(self, alpha: float = 0.5) -> Smoothed:
+        calibration = self.calibration()
+        smoothed = smooth(self.task.model, calibration, alpha, batches=self.task.calibration)
+        assert smoothed.proof is not None
+        smoothed.calibration.save(self.smoothed_calibration_file)
+        smoothed.save(self.smoothed_file)
+        ledger = {
+            "kind": "ledger",
+            "schema": 1,
+            "alpha": alpha,
+            "proof": asdict(smoothed.proof),
+            "layers": [asdict(entry) for entry in smoothed.ledger],
+        }
+        write_json(self.ledger_file, ledger)
+        return smoothed
+
+    def smoothed(self) -> Smoothed | None:
+        """The smoothed model of this folder, if there is one."""
+        if not self.smoothed_file.exists():
+            return None
+        of_smoothed, original = Calibration.load(self.smoothed_calibration_file), self.calibration()
+        if (of_smoothed.data_fingerprint, of_smoothed.observer) != (original.data_fingerprint, original.observer):
+            raise MismatchError(f"{self.smoothed_file}: made from another calibration: run `ptq smooth` again")
+        return Smoothed.load(self.smoothed_file, self.task.model, of_smoothed)
+
+    def quantize(self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None) -> Quantized:
+        smoothed = self.smoothed() if use_smoothed else None
+        if smoothed is None:
+            self.say("quantizing the model as it is")
+            quantized = quantize_by(scheme, self.task.model, self.calibration(), observer)
+        else:
+            self.say(f"quantizing the smoothed model (α = {smoothed.alpha:g}); --no-smooth takes the plain one")
+            quantized = quantize_by(scheme, smoothed.model, smoothed.calibration, observer)
+        quantized.save(self.quantized_file)
+        return quantized
+
+    def evaluate(self, *, images: int | None = None, error_batches: int = 8) -> tuple[list[Row], dict[str, Any]]:
+        """Float, quantized, and smoothed and quantized, on the same images; returns the rows and what was written."""
+        if not self.quantized_file.exists():
+            self.say(f"{self.quantized_file} isn't there yet: quantizing first")
+            self.quantize(Scheme())
+        task, calibration, smoothed = self.task, self.calibration(), self.smoothed()
+        source, statistics = (smoothed.model, smoothed.calibration) if smoothed else (task.model, calibration)
+        try:
+            quantized = Quantized.load(self.quantized_file, source, statistics)
+        except MismatchError:
+            if smoothed is None:
+                raise
+            smoothed, quantized = None, Quantized.load(self.quantized_file, task.model, calibration)
+        bits = str(quantized.scheme.bits)
+        plain = quantize_by(quantized.scheme, task.model, calibration, quantized.observer)
+        networks = {"float": task.model, bits: plain.model}
+        if smoothed:
+            networks[f"{bits}, smoothed α={smoothed.alpha:g}"] = quantized.model
+        labelled = limited(task.evaluation, images)
+        rows = []
+        for name, model in networks.items():
+            answers = evaluate(model, labelled, progress=name if self.progress else None)
+            is_float = model is task.model
+            errors = None if is_float else layer_errors(task.model, model, task.calibration, max_batches=error_batches)
+            rows.append(Row(name, answers, errors))
+        result = {
+            "kind": "evaluation",
+            "schema": 1,
+            "task": task.name,
+            "scheme": quantized.scheme.to_json(),
+            "alpha": smoothed.alpha if smoothed else None,
+            "networks": [_row_json(row, rows[0]) for row in rows],
+            "layers": {name: _layer_json(name, rows, calibration, smoothed) for name in calibration.layers},
+        }
+        write_json(self.evaluation_file, result)
+        return rows, result
+
+    def sweep(self, alphas: Sequence[float], bits: Sequence[str], *, images: int | None = None) -> Sweep:
+        resume = Sweep.from_json(read_json(self.sweep_file)) if self.sweep_file.exists() else None
+        return sweep(
+            self.task.model,
+            self.calibration(),
+            self.task.calibration,
+            self.task.evaluation,
+            alphas,
+            bits=bits,
+            images=images,
+            resume=resume,
+            on_point=lambda so_far: write_json(self.sweep_file, so_far.to_json()),
+            progress=self.progress,
+        )
+
+
+def _row_json(row: Row, reference: Row) -> dict[str, Any]:
+    paired = asdict(row.evaluation.against(reference.evaluation)) if row is not reference else None
+    return {"name": row.name, **row.evaluation.to_json(), "against_float": paired}
+
+
+def _layer_json(name: str, rows: Sequence[Row], calibration: Calibration, smoothed: Smoothed | None) -> dict[str, Any]:
+    after = smoothed.calibration.layers[name] if smoothed else None
+    errors = {row.name: row.errors[name] for row in rows if row.errors and name in row.errors}
+    return {
+        "kind": calibration.layers[name].kind,
+        "absmax": float(calibration.layers[name].activation_absmax.max()),
+        "absmax_smoothed": float(after.activation_absmax.max()) if after else None,
+        "errors": {
+            network: {
+                "isolated": error.isolated.to_json(),
+                "accumulated": error.accumulated.to_json() if error.accumulated else None,
+            }
+            for network, error in errors.items()
+        },
+    }
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--device {name}: not usable here ({reason}): try --device auto") from error
+    return device
