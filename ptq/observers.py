@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,18 +73,19 @@ class Histogram:
         self._widen(_exponent_for(max(-minimum, maximum)))
         flat = x.reshape(-1).float()
         # Consecutive equal values (ReLU's zeros) would wait for each other's increment: neighbours therefore count
-        # in separate copies. Work buffers are reused from block to block.
-        offsets = (torch.arange(min(_BLOCK, len(flat)), dtype=torch.int32) % _COPIES * BINS + _HALF).to(flat.device)
+        # in separate copies. Work buffers are reused from block to block; codes fit into 16 bits.
+        offsets = _offsets(flat.device)[: len(flat)]
         scaled, index = torch.empty_like(offsets, dtype=torch.float32), torch.empty_like(offsets)
         inverse_width = math.ldexp(1.0, -self.exponent)
         counts = torch.zeros(_COPIES * BINS, dtype=torch.int64, device=flat.device)
         for block in torch.split(flat, _BLOCK):
-            n = len(block)
-            torch.mul(block, inverse_width, out=scaled[:n])  # exact: a power of two
+            if len(block) < len(offsets):
+                scaled, index, offsets = (buffer[: len(block)] for buffer in (scaled, index, offsets))
+            torch.mul(block, inverse_width, out=scaled)  # exact: a power of two
             if minimum < 0:
-                scaled[:n].floor_()  # the conversion to integers truncates, which is floor only from zero up
-            index[:n].copy_(scaled[:n]).add_(offsets[:n])
-            counts += torch.bincount(index[:n], minlength=_COPIES * BINS)
+                scaled.floor_()  # the conversion to integers truncates, which is floor only from zero up
+            index.copy_(scaled).add_(offsets)
+            counts += torch.bincount(index, minlength=_COPIES * BINS)
         self.counts += counts.view(_COPIES, BINS).sum(0).cpu()
 
     def merge(self, other: Histogram) -> None:
@@ -98,6 +100,12 @@ class Histogram:
     def _counts_at(self, exponent: int) -> Tensor:
         places = (torch.arange(-_HALF, _HALF) >> min(exponent - self.exponent, 62)) + _HALF
         return torch.zeros_like(self.counts).index_add_(0, places, self.counts)
+
+
+@lru_cache
+def _offsets(device: torch.device) -> Tensor:
+    """What turns a bin's signed index into its place in the copy of the counters that an element uses."""
+    return (torch.arange(_BLOCK, dtype=torch.int16, device=device) % _COPIES) * BINS + _HALF
 
 
 def _exponent_for(absmax: float) -> int:

@@ -20,9 +20,9 @@ from ptq.errors import InputError, MismatchError
 from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
 from ptq.quantization import Quantized, Scheme
 from ptq.quantization.apply import quantize_by
-from ptq.smoothing import Smoothed, smooth
+from ptq.smoothing import Smoothed, checked_alpha, smooth
 from ptq.storage import read_json, write_json
-from ptq.sweeping import Sweep, sweep
+from ptq.sweeping import Sweep, check_plan, sweep
 from ptq.tasks import DEFAULT, Task, folder_name, resolve
 
 ROOT = Path("reports")
@@ -159,6 +159,7 @@ class Run:
         return calibration
 
     def smooth(self, alpha: float = 0.5) -> Smoothed:
+        checked_alpha(alpha)  # before any work is done
         calibration = self.calibration()
         smoothed = smooth(self.task.model, calibration, alpha, batches=self.task.calibration)
         assert smoothed.proof is not None
@@ -196,6 +197,7 @@ class Run:
 
     def evaluate(self, *, images: int | None = None, error_batches: int = 8) -> tuple[list[Row], dict[str, Any]]:
         """Float, quantized, and smoothed and quantized, on the same images; returns the rows and what was written."""
+        labelled = limited(self.task.evaluation, images)
         if not self.quantized_file.exists():
             self.say(f"{self.quantized_file} isn't there yet: quantizing first")
             self.quantize(Scheme())
@@ -212,7 +214,6 @@ class Run:
         networks = {"float": task.model, bits: plain.model}
         if smoothed:
             networks[f"{bits}, smoothed α={smoothed.alpha:g}"] = quantized.model
-        labelled = limited(task.evaluation, images)
         rows = []
         for name, model in networks.items():
             answers = evaluate(model, labelled, progress=name if self.progress else None)
@@ -232,6 +233,7 @@ class Run:
         return rows, result
 
     def sweep(self, alphas: Sequence[float], bits: Sequence[str], *, images: int | None = None) -> Sweep:
+        check_plan(alphas, bits, images)  # before any work is done
         resume = Sweep.from_json(read_json(self.sweep_file)) if self.sweep_file.exists() else None
         return sweep(
             self.task.model,

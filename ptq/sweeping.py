@@ -90,6 +90,17 @@ def _accuracy(content: dict[str, Any]) -> Accuracy:
     return Accuracy(top1=content["top1"], interval=tuple(content["interval"]), n=content["n"])
 
 
+def check_plan(alphas: Sequence[float], bits: Sequence[str], images: int | None) -> None:
+    """Refuse what can't be swept."""
+    if not alphas:
+        raise InputError("no α to sweep: give at least one from 0 to 1")
+    limited((), images)
+    for alpha in alphas:
+        checked_alpha(alpha)
+    for text in bits:
+        Bits.parse(text)
+
+
 def sweep(
     model: nn.Module,
     calibration: Calibration,
@@ -112,15 +123,13 @@ def sweep(
     Ranges are the calibration's maxima, which smoothing rescales exactly: the data is not run through again.
     """
     widths = [Bits.parse(text) for text in bits] if bits else [Bits(weights, activations)]
-    values = [checked_alpha(alpha) for alpha in alphas]
-    if not values:
-        raise InputError("no α to sweep: give at least one from 0 to 1")
+    check_plan(alphas, [str(width) for width in widths], images)
     calibration.check(model)
     result = Sweep(calibration.model_fingerprint, calibration.data_fingerprint, images)
     if resume is not None and resume.measured_on == result.measured_on:
         result = resume
     labelled_batches = limited(labelled_batches, images)
-    plan = [(alpha, width) for alpha in (None, *values) for width in widths if not result.find(str(width), alpha)]
+    plan = [(alpha, width) for alpha in (None, *alphas) for width in widths if not result.find(str(width), alpha)]
     if not plan and result.reference is not None:
         return result
     float_answers = evaluate(model, labelled_batches, progress="float" if progress else None)

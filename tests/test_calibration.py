@@ -87,7 +87,9 @@ def test_batch_size_does_not_change_the_result(digits: ptq.Task) -> None:
         assert split.data_fingerprint == whole.data_fingerprint
         for name, layer in whole.layers.items():
             # What is left is the rounding of the convolution kernels, which choose their blocking by batch size.
-            torch.testing.assert_close(split.layers[name].activation_absmax, layer.activation_absmax, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                split.layers[name].activation_absmax, layer.activation_absmax, rtol=1e-5, atol=1e-6
+            )
 
 
 def test_max_batches_stops_reading() -> None:
@@ -159,7 +161,9 @@ def test_a_file_gives_everything_back(
     loaded.save(tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert list(loaded.layers) == list(saved.layers)
-    assert loaded.batchnorms == saved.batchnorms == {"stem": "stem_norm", "depthwise": "depthwise_norm", "up": "up_norm"}
+    assert (
+        loaded.batchnorms == saved.batchnorms == {"stem": "stem_norm", "depthwise": "depthwise_norm", "up": "up_norm"}
+    )
     for name, layer in saved.layers.items():
         assert torch.equal(loaded.layers[name].minimum, layer.minimum)
         assert loaded.layers[name].range(observer, 4) == layer.range(observer, 4)

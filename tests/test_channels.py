@@ -41,7 +41,9 @@ def owners(layer: nn.Module) -> tuple[np.ndarray, np.ndarray]:
                 y = layer(x) - (layer.bias if linear else layer.bias.reshape(-1, *[1 for _ in shape]))
                 if y.abs().max() > 0.5:
                     inputs[index] = channel
-                    outputs[index] = int(y.abs().flatten(2).amax(2)[0].argmax()) if not linear else int(y.abs().argmax())
+                    outputs[index] = (
+                        int(y.abs().flatten(2).amax(2)[0].argmax()) if not linear else int(y.abs().argmax())
+                    )
         weight.copy_(saved)
     return inputs, outputs
 

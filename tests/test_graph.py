@@ -62,9 +62,7 @@ def test_only_a_sole_reader_is_found(name: str) -> None:
     assert calibration.batchnorms == ({"conv": "norm"} if found else {})
 
 
-def test_folding_keeps_the_function_and_leaves_a_mark(
-    small_network: nn.Module, small_batches: list[Tensor]
-) -> None:
+def test_folding_keeps_the_function_and_leaves_a_mark(small_network: nn.Module, small_batches: list[Tensor]) -> None:
     calibration = ptq.calibrate(small_network, small_batches)
     folded = copy.deepcopy(small_network)
     fold_batchnorms(folded, calibration.batchnorms)

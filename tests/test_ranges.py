@@ -61,7 +61,9 @@ def test_entropy_clips_a_lone_outlier_and_keeps_a_uniform_range() -> None:
 
 @pytest.mark.parametrize("name", HISTOGRAM_RANGES)
 @pytest.mark.parametrize(
-    "x", [torch.zeros(10), torch.ones(10), -torch.ones(10), torch.tensor([1e-30])], ids=["zeros", "ones", "minus", "tiny"]
+    "x",
+    [torch.zeros(10), torch.ones(10), -torch.ones(10), torch.tensor([1e-30])],
+    ids=["zeros", "ones", "minus", "tiny"],
 )
 def test_degenerate_data_gives_a_range_inside_its_own(name: str, x: Tensor) -> None:
     histogram, low, high = collected(x)

@@ -103,7 +103,7 @@ def test_a_copy_of_a_smoothed_model_is_smoothed_too(small_network: nn.Module, sm
 def test_zero_layers_smoothed_is_an_error() -> None:
     model = nn.Linear(3, 3)
     calibration = ptq.calibrate(model, [torch.zeros(2, 3)])
-    with pytest.raises(InputError, match="no layer was smoothed .*always zero"):
+    with pytest.raises(InputError, match=r"no layer was smoothed .*always zero"):
         ptq.smooth(model, calibration, 0.5)
 
 
@@ -143,7 +143,7 @@ def test_a_wrong_rewrite_is_refused_with_the_first_layer_that_differs(
 ) -> None:
     wrong = copy.deepcopy(small_network)
     wrong.grouped.weight.data[0] *= 1.001
-    with pytest.raises(EquivalenceError, match="^grouped: first layer that differs"):
+    with pytest.raises(EquivalenceError, match=r"^grouped: first layer that differs"):
         prove_equivalence(small_network, wrong, small_batches)
 
 

@@ -13,9 +13,14 @@ from ptq.smoothing import ALPHAS, checked_alpha, smoothing_factor
 
 @pytest.mark.parametrize(
     ("alpha", "expected"),
-    [(0.5, [math.sqrt(16 / 4), math.sqrt(1 / 0.25)]), (1.0, [16, 1]), (0.0, [1 / 4, 1 / 0.25]), (0.25, [2 / 4**0.75, 0.25**-0.75])],
+    [
+        (0.5, [math.sqrt(16 / 4), math.sqrt(1 / 0.25)]),
+        (1.0, [16, 1]),
+        (0.0, [1 / 4, 1 / 0.25]),
+        (0.25, [2 / 4**0.75, 0.25**-0.75]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_formula(alpha: float, expected: list[float]) -> None:
     factor = smoothing_factor(torch.tensor([16.0, 1.0]), torch.tensor([4.0, 0.25]), alpha)
     assert factor.tolist() == pytest.approx(expected, rel=1e-6)
