@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ptq.calibration import Calibration, LayerStatistics, calibrate
     from ptq.errors import PtqError
     from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
+    from ptq.formats import Format, Packed, format
+    from ptq.packing import PackedCheckpoint, pack
     from ptq.quantization import Bits, Quantized, Scheme, quantize
     from ptq.smoothing import ALPHAS, Smoothed, smooth
     from ptq.sweeping import Sweep, sweep
@@ -24,8 +26,11 @@ __all__ = [
     "Bits",
     "Calibration",
     "Evaluation",
+    "Format",
     "LayerError",
     "LayerStatistics",
+    "Packed",
+    "PackedCheckpoint",
     "PtqError",
     "Quantized",
     "Scheme",
@@ -35,7 +40,9 @@ __all__ = [
     "__version__",
     "calibrate",
     "evaluate",
+    "format",
     "layer_errors",
+    "pack",
     "quantize",
     "smooth",
     "sweep",
@@ -47,8 +54,11 @@ _HOMES = {
     "Bits": "ptq.quantization",
     "Calibration": "ptq.calibration",
     "Evaluation": "ptq.evaluation",
+    "Format": "ptq.formats",
     "LayerError": "ptq.evaluation",
     "LayerStatistics": "ptq.calibration",
+    "Packed": "ptq.formats",
+    "PackedCheckpoint": "ptq.packing",
     "PtqError": "ptq.errors",
     "Quantized": "ptq.quantization",
     "Scheme": "ptq.quantization",
@@ -57,7 +67,9 @@ _HOMES = {
     "Task": "ptq.tasks",
     "calibrate": "ptq.calibration",
     "evaluate": "ptq.evaluation",
+    "format": "ptq.formats",
     "layer_errors": "ptq.evaluation",
+    "pack": "ptq.packing",
     "quantize": "ptq.quantization",
     "smooth": "ptq.smoothing",
     "sweep": "ptq.sweeping",

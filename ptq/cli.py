@@ -5,6 +5,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -82,7 +83,8 @@ class Screen:
         for table in tables:
             console.print(table)
             console.print()
-        typer.echo("wrote " + ", ".join(names))
+        if names:
+            typer.echo("wrote " + ", ".join(names))
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -211,6 +213,10 @@ def quantize(
     exclude: Annotated[list[str] | None, typer.Option(help="Not the layers that match.")] = None,
     override: Annotated[list[str] | None, typer.Option(help="PATTERN=BITS, e.g. 'classifier*=W8A8'.")] = None,
     observer: Annotated[str | None, typer.Option(help="Another observer than the calibration's.")] = None,
+    weight_format: Annotated[str | None, typer.Option(help="A number format for the weights; see ptq formats.")] = None,
+    activation_format: Annotated[
+        str | None, typer.Option(help="A number format for the activations; its ranges come from each batch.")
+    ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric activations, zero-point 0.")] = False,
     keep_batchnorm: Annotated[bool, typer.Option("--keep-batchnorm", help="Don't fold BatchNorm first.")] = False,
     use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use the smoothed model, if any.")] = True,
@@ -221,8 +227,9 @@ def quantize(
 
     if bits and (bits_or_file or activations):
         raise InputError(f"--bits {bits} and --weights/--activations say the same thing: give one of them")
+    width = Bits.parse(bits) if bits else Bits(parse_bits(bits_or_file or "8"), parse_bits(activations or "8"))
     scheme = Scheme(
-        bits=Bits.parse(bits) if bits else Bits(parse_bits(bits_or_file or "8"), parse_bits(activations or "8")),
+        bits=replace(width, weight_format=weight_format, activation_format=activation_format),
         first_last=first_last,
         include=tuple(include or ["*"]),
         exclude=tuple(exclude or []),
@@ -280,6 +287,75 @@ def sweep(
     for path, figure in pictures.items():
         plots.save(figure, path)
     screen.show([sweep_table(result)], [run.sweep_file, *pictures], result.to_json())
+
+
+@command
+def pack(
+    run: "Run",
+    screen: Screen,
+    conv: Annotated[str, typer.Option(help="Number format of the convolutions' weights.")] = "affine:bits=8,axis=0",
+    linear: Annotated[str, typer.Option(help="Number format of the Linear layers' weights.")] = "affine:bits=8,axis=0",
+) -> None:
+    """Pack the checkpoint: weights in few bits on disk, everything else untouched."""
+    checkpoint, size = run.pack({"conv": conv, "linear": linear})
+    from ptq.report.format_plots import packed_table
+
+    result = {
+        "tensors": [asdict(entry) for entry in checkpoint.entries],
+        "source_bytes": checkpoint.source_bytes,
+        "packed_bytes": checkpoint.nbytes,
+        "file_bytes": size,
+    }
+    screen.show([packed_table(checkpoint, size)], [run.packed_file], result)
+
+
+@command
+def formats(
+    run: "Run",
+    screen: Screen,
+    distribution: Annotated[str, typer.Option(help="normal, laplace, relu or uniform.")] = "normal",
+    shape: Annotated[str, typer.Option(help="Of the values drawn.")] = "4,16,32,32",
+    layer: Annotated[str | None, typer.Option(help="Use the input of this layer of the task instead.")] = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw error against true bits, with the task's tensors.")
+    ] = False,
+) -> None:
+    """List the number formats: their bits, bytes and errors on a distribution or on a layer's input."""
+    from ptq.formats import catalog
+    from ptq.report import format_plots
+
+    if plot:
+        from ptq.report import plots
+        from ptq.storage import write_json
+
+        name, activation, gradient = run.captured(layer)
+        comparison = catalog.compare({f"input of {name}": activation, f"gradient at {name}": gradient})
+        picture, numbers = run.folder / "formats.png", run.folder / "formats.json"
+        plots.save(format_plots.error_against_bits(comparison, f"{run.task.name}: error against true bits"), picture)
+        result = {"kind": "formats", "schema": 1, "layer": name, **comparison.to_json()}
+        write_json(numbers, result)
+        screen.show([format_plots.sets_table(comparison)], [picture, numbers], result)
+        return
+    if layer:
+        name, values, _ = run.captured(layer)
+        what = f"input of {name}"
+    else:
+        values, what = catalog.draw(distribution, parse_shape(shape)), distribution
+    rows = catalog.listing(values)
+    screen.show(
+        [format_plots.formats_table(rows, what)], [], {"what": what, "formats": [row.to_json() for row in rows]}
+    )
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``4,16,32,32``."""
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--shape {text!r}: write whole numbers, as 4,16,32,32") from error
+    if any(size < 1 for size in shape):
+        raise InputError(f"--shape {text!r}: every size is at least 1")
+    return shape
 
 
 def parse_alphas(text: str) -> list[float]:

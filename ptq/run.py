@@ -6,18 +6,22 @@ described, so that later commands on the folder need not be told again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ptq.batches import limited
 from ptq.calibration import Calibration, calibrate
+from ptq.capture import input_and_gradient
+from ptq.channels import layers_of
 from ptq.errors import InputError, MismatchError
 from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
+from ptq.packing import PackedCheckpoint, pack
 from ptq.quantization import Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.smoothing import Smoothed, checked_alpha, smooth
@@ -133,6 +137,10 @@ class Run:
         return self.folder / "quantized.safetensors"
 
     @property
+    def packed_file(self) -> Path:
+        return self.folder / "packed.safetensors"
+
+    @property
     def evaluation_file(self) -> Path:
         return self.folder / "evaluation.json"
 
@@ -194,6 +202,19 @@ class Run:
             quantized = quantize_by(scheme, smoothed.model, smoothed.calibration, observer)
         quantized.save(self.quantized_file)
         return quantized
+
+    def pack(self, rules: Mapping[str, str]) -> tuple[PackedCheckpoint, int]:
+        """Pack the float checkpoint by the rules of its kinds of weights; returns it and the size of the file."""
+        checkpoint = pack(self.task.model.state_dict(), rules, model=self.task.model)
+        return checkpoint, checkpoint.save(self.packed_file)
+
+    def captured(self, layer: str | None) -> tuple[str, Tensor, Tensor]:
+        """A layer's input and the gradient there, on one labelled batch; the layer in the middle if none is named."""
+        names = [name for name, _ in layers_of(self.task.model)]
+        name = layer or names[len(names) // 2]
+        if name not in names:
+            raise InputError(f"layer {name!r}: the model has none of that name, but {', '.join(names[:6])} …")
+        return name, *input_and_gradient(self.task.model, next(iter(self.task.calibration)), name)
 
     def evaluate(self, *, images: int | None = None, error_batches: int = 8) -> tuple[list[Row], dict[str, Any]]:
         """Float, quantized, and smoothed and quantized, on the same images; returns the rows and what was written."""

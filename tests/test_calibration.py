@@ -194,3 +194,21 @@ def test_training_afterwards_is_possible(small_network: nn.Module, small_batches
     scale = nn.Parameter(torch.ones(6))
     (scale * layer.activation_absmax).sum().backward()
     assert torch.equal(scale.grad, layer.activation_absmax)
+
+
+def test_histograms_of_large_maps_count_eight_rows_whatever_the_batches() -> None:
+    x = torch.randn(5, 3, 40, 20, generator=torch.Generator().manual_seed(0))
+    model = nn.Conv2d(3, 1, 1)
+    whole = calibrate(model, [x], observer="mse").layers[""]
+    split = calibrate(model, x.split(2), observer="mse").layers[""]
+    assert whole.histogram is not None and split.histogram is not None
+    counts, _ = np.histogram(x[:, :, 2::5].double().numpy(), bins=whole.histogram.edges.numpy())
+    np.testing.assert_array_equal(whole.histogram.counts.numpy(), counts)
+    assert torch.equal(split.histogram.counts, whole.histogram.counts)
+    assert torch.equal(whole.activation_absmax, x.abs().amax((0, 2, 3)))
+
+
+def test_watching_the_model_does_not_see_the_statistics() -> None:
+    """Statistics read every layer's input: counted as readers, they would keep a BatchNorm from being folded."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).eval()
+    assert calibrate(model, [torch.randn(4, 3)], observer="entropy").batchnorms == {"0": "1"}

@@ -183,6 +183,32 @@ def test_a_sweep_goes_on_and_draws_what_is_there(cli: Cli, tmp_path: Path) -> No
     assert [point["alpha"] for point in second] == [None, 0.5, 0.3, 0.7]
 
 
+def test_number_formats_in_quantize_and_pack(cli: Cli, tmp_path: Path, digits: ptq.Task) -> None:
+    shown = cli("quantize", "--weight-format", "alq:bits=4,bucket=64,nearest", "--activations", "float", "--json")
+    assert shown.json["bits"]["classifier"] == "W[alq:bits=4,bucket=64,nearest]"
+    assert cli("evaluate", "--json", "--images", "64").json["networks"][1]["name"] == "W[alq:bits=4,bucket=64,nearest]"
+
+    packed = cli("pack", "--conv", "affine:bits=8", "--linear", "affine:bits=4", "--json").json
+    file = tmp_path / "reports/digits/packed.safetensors"
+    assert packed["file_bytes"] == file.stat().st_size < packed["source_bytes"] / 2
+    state = ptq.PackedCheckpoint.load(file).state_dict()
+    source = digits.model.state_dict()
+    assert state.keys() == source.keys()
+    expected = ptq.format("affine:bits=4").fake(source["classifier.weight"])
+    assert torch.equal(state["classifier.weight"], expected)
+    assert torch.equal(state["features.0.norm.running_mean"], source["features.0.norm.running_mean"])
+
+
+def test_formats_are_listed_and_drawn(cli: Cli, tmp_path: Path) -> None:
+    assert "multistep:parts=4,bits=6" in cli("formats").out
+    rows = {row["format"]: row for row in cli("formats", "--json", "--shape", "3,1000").json["formats"]}
+    assert rows["affine:bits=4"]["nbytes"] == 8 + 1500
+    assert cli("formats", "--json", "--layer", "classifier").json["what"] == "input of classifier"
+    drawn = cli("formats", "--plot", "--json")
+    assert (tmp_path / "reports/digits/formats.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn.json["reasonable_sets"]["relu"]["l2"] == 1
+
+
 def recalibrated(cli: Cli, tmp_path: Path) -> None:
     cli("smooth")
     cli("calibrate", "--batches", "2")
@@ -226,6 +252,11 @@ BAD_INPUT: dict[str, tuple[list[str], str, Callable[[Cli, Path], None] | None]] 
     "bits words": (["quantize", "--bits", "int8"], "write W8A8", None),
     "no such pattern": (["quantize", "--exclude", "fc"], "'fc' matches no layer", None),
     "bad override": (["quantize", "--override", "W8A8"], "PATTERN=BITS", None),
+    "unknown format": (["quantize", "--weight-format", "int8"], "the names are raw, affine", None),
+    "unknown format option": (["pack", "--conv", "affine:bit=8"], "its options are bits", None),
+    "unknown distribution": (["formats", "--distribution", "cauchy"], "choose one of normal, laplace", None),
+    "unknown layer": (["formats", "--layer", "fc"], "layer 'fc'", None),
+    "shape": (["formats", "--shape", "4,x"], "--shape '4,x'", None),
     "unknown observer": (["calibrate", "--observer", "kl"], "choose one of max, percentile", None),
     "no batches": (["calibrate", "--batches", "0"], "at least one batch", None),
     "unknown task": (["calibrate", "--task", "imagenet"], "no task 'imagenet'", None),
@@ -284,7 +315,7 @@ def test_alphas(text: str, expected: list[float]) -> None:
 
 def test_version_and_help(cli: Cli) -> None:
     assert re.fullmatch(r"ptq \d+\.\d+\.\d+\n", cli("--version").out)
-    for command in ("calibrate", "smooth", "quantize", "evaluate", "sweep"):
+    for command in ("calibrate", "smooth", "quantize", "evaluate", "sweep", "pack", "formats"):
         shown = cli(command, "--help").out
         assert "--json" in shown and "--task" in shown
 

@@ -16,7 +16,7 @@ PACKAGE = Path(ptq.__file__).parent
 FLOORS = [
     {"errors", "allocator"},
     {"formats", "channels", "hooks", "batches", "storage", "vision"},
-    {"observers", "graph", "batchnorm"},
+    {"observers", "graph", "batchnorm", "packing", "capture"},
     {"ranges"},
     {"calibration"},
     {"smoothing", "quantization"},

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.formats import bits as packing
-from ptq.formats.base import (
+from ptq.formats.base import Format
+from ptq.formats.tensors import (
     ROUNDINGS,
-    Format,
     as_bytes,
     block_of,
     bounds,
@@ -183,13 +183,13 @@ class Affine(Format):
         others = [size for index, size in enumerate(shape) if index != axis]
         return rows.reshape(shape[axis], *others).movedim(0, axis).contiguous()
 
-    def _parameters(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _parameters(self, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero-point of each group."""
         if len(rows) == 1:
-            low, high = (bound.reshape(1) for bound in bounds(rows))
+            low, high = (bound.reshape(1) for bound in bounds(x))
         else:
             low, high = rows.amin(1), rows.amax(1)
-            require_finite(low, high, rows)
+            require_finite(low, high, x)
         if self.axis is not None and self.group is not None:
             padding = (0, -len(low) % self.group)  # zeros: every range contains zero anyway
             low = torch.nn.functional.pad(low, padding).view(-1, self.group).amin(1)
@@ -245,7 +245,7 @@ class Affine(Format):
         if not x.numel():
             return payload
         rows = self._rows(x)
-        scale, zero_point = self._parameters(rows)
+        scale, zero_point = self._parameters(rows, x)
         header = as_bytes(scale) if self._without_zero_point else as_bytes(scale, zero_point.to(torch.int32))
         start = sum(len(part) for part in header)
         torch.cat(header, out=payload[:start])
@@ -288,7 +288,7 @@ class Affine(Format):
         if not x.numel():
             return x.clone()
         rows = self._rows(x)
-        scale, offset = self._columns(rows, *self._parameters(rows))
+        scale, offset = self._columns(rows, *self._parameters(rows, x))
         limit = self._limit(scale, offset, x.dtype)
         result = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         blocks = self._quantized(rows, scale, offset, generator)
@@ -323,9 +323,9 @@ def _tiles(x: Tensor, like: Tensor | None = None) -> Iterator[Tensor]:
     """
     count, columns = (x if like is None else like).shape
     block = block_of(x.device, count * columns)
-    for together in x.split(max(1, block // max(1, columns))):
+    for together in torch.split(x, max(1, block // max(1, columns))):
         if like is None:
-            yield from together.split(block, 1)
+            yield from torch.split(together, block, 1)
         else:
             for _ in range(0, columns, block):
                 yield together

@@ -11,7 +11,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -20,9 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from ptq.errors import InputError
 
-FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}  # fmt: skip
-BLOCK = 131_072  # elements per step on a CPU: the work buffers of a block stay in a core's second-level cache
-ROUNDINGS = ("nearest", "stochastic")
+FLOATS = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 # What a text may start with: the module and the class behind a name, and the options the name stands for.
 _HOMES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -68,6 +71,9 @@ class Packed:
 
     def decode(self) -> Tensor:
         return self.format.decode(self)
+
+    def to(self, device: torch.device | str) -> Packed:
+        return replace(self, payload=self.payload.to(device))
 
     def to_json(self) -> dict[str, Any]:
         """What has to stand beside the payload in a file."""
@@ -143,7 +149,8 @@ class Format(ABC):
         return {"format": self.name, **plain}
 
     def __str__(self) -> str:
-        """The shortest text that ``format`` reads back."""
+        """A text that ``format`` reads back: numbers always, everything else where it isn't the default."""
+        name, implied = self._alias()
         parts, then = [], ""
         for field in fields(cast(Any, self)):
             value = getattr(self, field.name)
@@ -151,10 +158,26 @@ class Format(ABC):
                 then = "" if value.name == "raw" else f"+{value}"
             elif value is True:
                 parts.append(field.name)
-            elif value != field.default and value is not False:
-                text = "/".join(f"{v!r}" for v in value) if isinstance(value, tuple) else value
-                parts.append(f"{field.name}={text}")
-        return self.name + (":" if parts else "") + ",".join(parts) + then
+            elif value is None or value is False or field.name in implied:
+                continue
+            elif isinstance(value, tuple):
+                parts.append(f"{field.name}={'/'.join(repr(number) for number in value)}")
+            elif isinstance(value, str):
+                if value != field.default:
+                    parts.append(value if value in field.metadata.get("choices", ()) else f"{field.name}={value}")
+            else:
+                parts.append(f"{field.name}={value!r}")
+        return name + (":" if parts else "") + ",".join(parts) + then
+
+    def _alias(self) -> tuple[str, dict[str, Any]]:
+        """The name that says most, and the options that it stands for."""
+        kind = type(self).__name__
+        fitting = [
+            (name, options)
+            for name, (_, home, options) in _HOMES.items()
+            if home == kind and all(getattr(self, key) == value for key, value in options.items())
+        ]
+        return max(fitting, key=lambda pair: len(pair[1]))
 
 
 def _plain(value: Any) -> Any:
@@ -169,7 +192,7 @@ class _StraightThrough(torch.autograd.Function):
         return form._fake(_checked(x, generator), generator)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
 
@@ -181,53 +204,6 @@ def _checked(x: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is not None and generator.device.type != x.device.type:
         raise InputError(f"the generator is on {generator.device}, the tensor on {x.device}: make one there")
     return x.detach()
-
-
-def require_finite(low: Tensor, high: Tensor, x: Tensor) -> None:
-    """Refuse NaN, Inf and what float32, in which scales are kept, can't hold; given extremes of ``x`` find them."""
-    largest = torch.finfo(torch.float32).max
-    if low.numel() and not bool(((low >= -largest) & (high <= largest)).all()):
-        bad = ~torch.isfinite(x)
-        what = "NaN or Inf"
-        if not bool(bad.any()):
-            bad, what = x.abs() > largest, "beyond float32's range"
-        first = tuple(bad.nonzero()[0].tolist())
-        raise InputError(f"{int(bad.sum())} of {x.numel()} values are {what}, the first at index {first}")
-
-
-def bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest element, known to be finite; zeros for an empty tensor."""
-    if not x.numel():
-        return x.new_zeros(()), x.new_zeros(())
-    low, high = torch.aminmax(x)
-    require_finite(low, high, x)
-    return low, high
-
-
-def block_of(device: torch.device, elements: int) -> int:
-    """How many elements to work on at once: on a CPU what fits its cache, elsewhere everything."""
-    return BLOCK if device.type == "cpu" else max(1, elements)
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def as_bytes(*parts: Tensor) -> list[Tensor]:
-    return [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
-
-
-def take_bytes(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """``count`` numbers that stand in the payload from byte ``start`` on, wherever that is aligned."""
-    size = torch.empty((), dtype=dtype).element_size()
-    return payload[start : start + count * size].clone().view(dtype)
-
-
-def fit_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast, with what would overflow brought to the dtype's largest value."""
-    if values.dtype == dtype:
-        return values
-    return values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
 
 # Reading formats
@@ -256,7 +232,7 @@ def format(text: str | Format) -> Format:
                 takers = "topk, downsample"
                 raise InputError(f"format {text!r}: {name} ends a chain, only {takers} take another format after '+'")
             options["then"] = then
-        then = kind(**options)
+        then = _made(kind, options, text)
     assert then is not None
     return then
 
@@ -274,7 +250,14 @@ def from_spec(spec: Mapping[str, Any]) -> Format:
         if key == "then":
             value = from_spec(value)
         options[key] = tuple(value) if isinstance(value, list) else value
-    return kind(**options)
+    return _made(kind, options, str(dict(spec)))
+
+
+def _made(kind: type[Format], options: dict[str, Any], text: str) -> Format:
+    try:
+        return kind(**options)
+    except TypeError as error:  # a spec with a word where a number belongs
+        raise InputError(f"format {text!r}: an option has a value of the wrong kind ({error})") from error
 
 
 def _kind(name: str, text: str) -> tuple[type[Format], dict[str, Any]]:
@@ -334,8 +317,3 @@ def _unknown_option(kind: type[Format], option: str, text: str) -> str:
         known.append(field.name if isinstance(field.default, bool) else f"{field.name}={values or '…'}")
     listed = ", ".join(known) if known else "none"
     return f"format {text!r}: {option!r} is not an option of {kind.name}; its options are {listed}"
-
-
-def checked_choice(value: str, choices: Sequence[str], what: str) -> None:
-    if value not in choices:
-        raise InputError(f"{what} = {value!r}: choose one of {', '.join(choices)}")

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ptq.formats.base import Format, as_bytes, bounds
+from ptq.formats.base import Format
+from ptq.formats.tensors import as_bytes, bounds
 
 
 @dataclass(frozen=True, kw_only=True)

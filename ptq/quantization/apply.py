@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -36,7 +36,7 @@ class Quantized:
         metadata = {
             "schema": SCHEMA,
             "scheme": self.scheme.to_json(),
-            "bits": {name: [bits.weights, bits.activations] for name, bits in self.bits.items()},
+            "bits": {name: asdict(bits) for name, bits in self.bits.items()},
             "observer": self.observer,
             "source": self.source_fingerprint,
             "batchnorms": self.batchnorms,
@@ -53,7 +53,7 @@ class Quantized:
         quantized = cls(
             model=copy.deepcopy(model),
             scheme=Scheme.from_json(metadata["scheme"]),
-            bits={name: Bits(*bits) for name, bits in metadata["bits"].items()},
+            bits={name: Bits(**bits) for name, bits in metadata["bits"].items()},
             observer=metadata["observer"],
             source_fingerprint=metadata["source"],
             batchnorms=metadata["batchnorms"],
@@ -76,6 +76,8 @@ def quantize(
     activations: int | None = 8,
     *,
     bits: str | None = None,
+    weight_format: str | None = None,
+    activation_format: str | None = None,
     first_last: int | None = None,
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
@@ -87,10 +89,16 @@ def quantize(
     """Quantize a copy of the model; ``bits="W4A4"`` says the same as ``weights=4, activations=4``.
 
     ``include`` and ``exclude`` are shell patterns over layer names, ``overrides`` maps such patterns to bits
-    (``{"classifier*": "W8A8"}``). ``observer`` defaults to the calibration's own.
+    (``{"classifier*": "W8A8"}``). ``observer`` defaults to the calibration's own. ``weight_format`` and
+    ``activation_format`` are texts of ``ptq.format`` that take the place of the bits, except in layers that
+    ``first_last`` or ``overrides`` name; an activation format finds its ranges in each batch.
     """
     scheme = Scheme(
-        bits=Bits.parse(bits) if bits else Bits(weights, activations),
+        bits=replace(
+            Bits.parse(bits) if bits else Bits(weights, activations),
+            weight_format=weight_format,
+            activation_format=activation_format,
+        ),
         first_last=first_last,
         include=tuple(include),
         exclude=tuple(exclude),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ptq import channels
 from ptq.calibration import LayerStatistics
 from ptq.formats import affine
+from ptq.formats import format as read_format
 from ptq.hooks import pass_input_through
 from ptq.quantization.scheme import Bits
 
@@ -44,31 +45,51 @@ class FakeQuantize(nn.Module):
         return f"bits={self.bits}, {'symmetric' if self.symmetric else 'affine'}"
 
 
+class FormatQuantize(nn.Module):
+    """Takes a tensor through a number format and back; its ranges come from the tensor itself, batch by batch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.format = read_format(text)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.format.fake(x)
+
+    def extra_repr(self) -> str:
+        return str(self.format)
+
+
 def is_quantized(layer: nn.Module) -> bool:
-    return hasattr(layer, ATTRIBUTE) or hasattr(layer, "weight_scale")
+    return hasattr(layer, "quantized_to")
 
 
 def prepare_layer(layer: channels.Layer, bits: Bits, *, symmetric: bool) -> None:
     """Give the layer the buffers and the hook that its bits need, all still neutral."""
     device = layer.weight.device
-    if bits.weights is not None:
+    layer.quantized_to = str(bits)  # type: ignore[assignment]
+    if bits.weights is not None and not bits.weight_format:
         layer.register_buffer("weight_scale", torch.ones(_outputs(layer), device=device))
-    if bits.activations is not None:
+    if bits.activation_format:
+        layer.add_module(ATTRIBUTE, FormatQuantize(bits.activation_format))
+    elif bits.activations is not None:
         layer.add_module(ATTRIBUTE, FakeQuantize(bits.activations, symmetric=symmetric).to(device))
+    if hasattr(layer, ATTRIBUTE):
         layer.register_forward_pre_hook(partial(pass_input_through, ATTRIBUTE), with_kwargs=True)
 
 
 @torch.no_grad()
 def quantize_layer(layer: channels.Layer, bits: Bits, statistics: LayerStatistics, observer: str) -> None:
     """Round the weight to its grid and set the range of the input, on a prepared layer."""
-    if bits.weights is not None:
+    if bits.weight_format:
+        layer.weight.copy_(read_format(bits.weight_format).fake(layer.weight))
+    elif bits.weights is not None:
         weight = layer.weight
         scale = affine.symmetric_scale(channels.output_absmax(weight, layer), bits.weights)  # [O]
         layer.weight_scale.copy_(scale)  # type: ignore[operator]
         spread = channels.over_outputs(scale, weight, layer)
         first, last = affine.code_range(bits.weights, symmetric=True)
         weight.copy_(affine.fake(weight, spread, torch.zeros_like(spread), first, last))
-    if bits.activations is not None:
+    if bits.activations is not None and not bits.activation_format:
         quantizer = layer.get_submodule(ATTRIBUTE)
         assert isinstance(quantizer, FakeQuantize)
         quantizer.set_range(*statistics.range(observer, bits.activations))

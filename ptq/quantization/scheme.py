@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ptq.errors import InputError
+from ptq.formats import format as read_format
 from ptq.formats.affine import checked_bits
 
 _SHORTHAND = re.compile(r"w(\d+|float)(?:a(\d+|float))?", re.IGNORECASE)
@@ -18,14 +19,20 @@ _SHORTHAND = re.compile(r"w(\d+|float)(?:a(\d+|float))?", re.IGNORECASE)
 class Bits:
     """Bits of the weights and of the activations of a layer; None stays in float.
 
-    >>> Bits.parse("W4A8")
-    Bits(weights=4, activations=8)
+    >>> str(Bits.parse("W4A8"))
+    'W4A8'
+
+    A text of ``ptq.format`` in place of a number of bits holds the values in that number format.
     """
 
     weights: int | None = 8
     activations: int | None = 8
+    weight_format: str | None = None
+    activation_format: str | None = None
 
     def __post_init__(self) -> None:
+        for text in filter(None, (self.weight_format, self.activation_format)):
+            read_format(text)
         for what, bits in (("weights", self.weights), ("activations", self.activations)):
             if bits is not None:
                 checked_bits(bits, what)
@@ -36,13 +43,14 @@ class Bits:
         match = _SHORTHAND.fullmatch(text.strip())
         if not match:
             raise InputError(f"bits {text!r}: write W8A8, w4a4, or W4 for weights alone")
-        return cls(*(parse_bits(part or "float") for part in match.groups()))
+        weights, activations = (parse_bits(part or "float") for part in match.groups())
+        return cls(weights, activations)
 
     def __str__(self) -> str:
+        weights = f"[{self.weight_format}]" if self.weight_format else self.weights
+        activations = f"[{self.activation_format}]" if self.activation_format else self.activations
         return (
-            "".join(
-                f"{letter}{bits}" for letter, bits in (("W", self.weights), ("A", self.activations)) if bits is not None
-            )
+            "".join(f"{letter}{bits}" for letter, bits in (("W", weights), ("A", activations)) if bits is not None)
             or "float"
         )
 

@@ -14,7 +14,7 @@ from ptq.sweeping import Sweep
 
 # Okabe and Ito's palette, without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-_STYLE: Any = {
+STYLE: Any = {
     "figure.dpi": 150,
     "font.size": 10,
     "axes.spines.top": False,
@@ -35,7 +35,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def alpha_sweep(sweep: Sweep, title: str) -> Figure:
     """Accuracy against α: one curve for each number of bits, with the unsmoothed and the float network as lines."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4.8), layout="constrained")
         axes = figure.add_subplot()
         for colour, bits in zip(_cycle(len(sweep.bits)), sweep.bits, strict=True):
@@ -73,7 +73,7 @@ def alpha_sweep_layers(sweep: Sweep, title: str) -> Figure:
     """
     layers = list(sweep.points[0].layer_l1)
     widths = sweep.bits
-    with matplotlib.rc_context({**_STYLE, "axes.grid": False}):
+    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(2.2 + 3.6 * len(widths), max(3.0, 1.2 + 0.2 * len(layers))), layout="constrained")
         panels = np.atleast_1d(figure.subplots(1, len(widths), sharey=True))
         for panel, bits in zip(panels, widths, strict=True):

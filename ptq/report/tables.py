@@ -15,7 +15,7 @@ from ptq.sweeping import Accuracy, Sweep
 _OUTLIER = 5.0  # a channel this many times the median costs the others more than two bits
 
 
-def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+def plain_table(title: str, *columns: str, caption: str | None = None) -> Table:
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
@@ -23,7 +23,7 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Table:
 
 
 def calibration_table(calibration: Calibration) -> Table:
-    table = _table(
+    table = plain_table(
         f"{len(calibration.layers)} layers, {calibration.samples} samples in {calibration.batches} batches",
         "layer", "kind", "channels", "act median", "act max", "max/median", "weight max",
         caption=f"a max/median above {_OUTLIER:g} (marked *) is an outlier channel: it costs all others their bits",
@@ -55,7 +55,7 @@ def ledger_table(smoothed: Smoothed) -> Table:
             f"({proof.worst_layer}) by {proof.worst_layer_difference:.1e} of its largest value"
         )
     title = f"α = {smoothed.alpha:g}: {counts}"
-    table = _table(title, "layer", "kind", "action", "absmax", "smoothed", "why", caption=caption)
+    table = plain_table(title, "layer", "kind", "action", "absmax", "smoothed", "why", caption=caption)
     for entry in smoothed.ledger:
         before, after = ("" if x is None else f"{x:.3g}" for x in (entry.absmax_before, entry.absmax_after))
         table.add_row(entry.layer, entry.kind, entry.action, before, after, entry.reason)
@@ -63,21 +63,22 @@ def ledger_table(smoothed: Smoothed) -> Table:
 
 
 def quantized_table(quantized: Quantized, kinds: Calibration) -> Table:
-    table = _table(
+    table = plain_table(
         f"{quantized.scheme.bits}: {len(quantized.bits)} layers, {len(quantized.batchnorms)} BatchNorms folded, "
         f"ranges by {quantized.observer}",
         "layer", "kind", "weights", "activations",
     )  # fmt: skip
     for name, layer in kinds.layers.items():
         bits = quantized.bits.get(name)
-        weights, activations = (bits.weights, bits.activations) if bits else (None, None)
+        weights = (bits.weight_format or bits.weights) if bits else None
+        activations = (bits.activation_format or bits.activations) if bits else None
         table.add_row(name, layer.kind, str(weights or "float"), str(activations or "float"))
     return table
 
 
 def accuracy_table(rows: Sequence[Row]) -> Table:
     reference = rows[0].evaluation
-    table = _table(
+    table = plain_table(
         f"{reference.n} images; intervals are 95 %",
         "network", "top-1", "interval", "top-5", "changed", "right → wrong", "wrong → right",
     )  # fmt: skip
@@ -93,7 +94,7 @@ def accuracy_table(rows: Sequence[Row]) -> Table:
 def layer_error_table(rows: Sequence[Row], calibration: Calibration, smoothed: Calibration | None) -> Table:
     quantized = [row for row in rows if row.errors is not None]
     columns = [f"{part} {row.name}" for row in quantized for part in ("alone", "in all")]
-    table = _table(
+    table = plain_table(
         "relative L1 error of each layer, by itself and in the quantized network",
         "layer", "absmax", *(["smoothed"] if smoothed else []), *columns,
     )  # fmt: skip
@@ -111,7 +112,7 @@ def layer_error_table(rows: Sequence[Row], calibration: Calibration, smoothed: C
 
 def sweep_table(sweep: Sweep) -> Table:
     assert sweep.reference is not None
-    table = _table(
+    table = plain_table(
         f"float {_with_interval(sweep.reference)} on {sweep.reference.n} images",
         "bits", "not smoothed", "best α", "smoothed", "gain",
     )  # fmt: skip
