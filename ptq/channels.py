@@ -85,18 +85,18 @@ def activation_range(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     NaN goes through both, so one look at the results finds it.
     """
     axis %= x.dim()
-    if axis == 1 and len(x) > 1 and x.numel() > 4 * _CACHED:
-        # Part by part, so that the second look at a part finds it in the cache.
-        parts = [_range_of_part(part, axis) for part in torch.split(x, max(1, _CACHED * len(x) // x.numel()))]
-        return torch.stack([low for low, _ in parts]).amin(0), torch.stack([high for _, high in parts]).amax(0)
-    return _range_of_part(x, axis)
-
-
-def _range_of_part(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    if axis == 1 and x.dim() > 2 and len(x) > 1 and x[0, 0].numel() < 128:
-        # Small maps leave a reduction over positions nothing to vectorise: over samples first is 4 times faster.
-        minimum, maximum = x.amin(0).flatten(1), x.amax(0).flatten(1)  # [C, positions]
-        return minimum.amin(1), maximum.amax(1)
+    if axis == 1 and x.dim() > 2 and len(x) > 1:
+        positions = x[0, 0].numel()
+        if positions < 128:
+            # Small maps leave a reduction over positions nothing to vectorise: over samples first is 4 times faster.
+            minimum, maximum = x.amin(0).flatten(1), x.amax(0).flatten(1)  # [C, positions]
+            return minimum.amin(1), maximum.amax(1)
+        if x.is_contiguous() and x.numel() > 8 * _CACHED:
+            # Part by part, so that the second look at a part finds it in the cache.
+            parts = torch.split(x.view(-1, positions), max(1, _CACHED // positions))
+            bounds = [(part.amin(1), part.amax(1)) for part in parts]
+            minimum, maximum = (torch.cat(ends).view(x.shape[:2]) for ends in zip(*bounds, strict=True))
+            return minimum.amin(0), maximum.amax(0)
     others = tuple(i for i in range(x.dim()) if i != axis)
     return (x.amin(others), x.amax(others)) if others else (x, x)
 
