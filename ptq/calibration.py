@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,6 @@ class Calibration:
                 )
         if self.model_fingerprint != fingerprint(model):
             raise MismatchError("the calibration was taken from a model with other weights: recalibrate with these")
-
-    def without_histograms(self) -> Calibration:
-        return replace(self, layers={name: replace(layer, histogram=None) for name, layer in self.layers.items()})
 
 
 def calibrate(

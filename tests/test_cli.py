@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import ptq
 from ptq.calibration import Calibration
-from ptq.cli import main, parse_alphas
+from ptq.cli import main
+from ptq.commands import parse_alphas
 from ptq.errors import InputError
 from ptq.tasks.digits import WEIGHTS
 

@@ -24,7 +24,7 @@ FLOORS = [
     {"sweeping"},
     {"run"},
     {"report"},
-    {"cli"},
+    {"cli", "commands"},
     {"__init__", "__main__"},
 ]
 

@@ -1,0 +1,232 @@
+"""The commands: parse, call, print. Heavy imports happen inside them, so that ``--help`` need not wait for torch."""
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ptq.cli import Screen, command
+from ptq.errors import InputError
+
+if TYPE_CHECKING:
+    from ptq.run import Run
+
+DEFAULT_SWEEP = "W8A8,W4A4,W3A4"
+DEFAULT_ALPHAS = "0.05:0.95:0.05"
+
+
+@command
+def calibrate(
+    run: "Run",
+    screen: Screen,
+    batches: Annotated[int, typer.Option(help="How many batches to stream, fewer where the data ends.")] = 200,
+    observer: Annotated[str, typer.Option(help="How ranges are chosen: max, percentile, entropy or mse.")] = "max",
+) -> None:
+    """Stream per-channel statistics of what every Conv and Linear reads."""
+    calibration = run.calibrate(observer, batches)
+    from ptq.report.tables import calibration_table
+
+    layers = {
+        name: {
+            "kind": layer.kind,
+            "channels": layer.channels,
+            "activation_absmax_median": float(layer.activation_absmax.median()),
+            "activation_absmax_max": float(layer.activation_absmax.max()),
+            "weight_absmax_max": float(layer.weight_absmax.max()),
+        }
+        for name, layer in calibration.layers.items()
+    }
+    result = {
+        "batches": calibration.batches,
+        "samples": calibration.samples,
+        "observer": calibration.observer,
+        "layers": layers,
+        "never_ran": calibration.never_ran,
+    }
+    screen.show([calibration_table(calibration)], [run.calibration_file], result)
+
+
+@command
+def smooth(
+    run: "Run",
+    screen: Screen,
+    alpha: Annotated[float, typer.Option(help="How much of the spread moves to the weights, 0 to 1.")] = 0.5,
+) -> None:
+    """Even out the channels by moving their spread into the weights; proves that the function is unchanged."""
+    smoothed = run.smooth(alpha)
+    from ptq.report.tables import ledger_table
+    from ptq.storage import read_json
+
+    screen.show([ledger_table(smoothed)], [run.smoothed_file, run.ledger_file], read_json(run.ledger_file))
+
+
+@command
+def quantize(
+    run: "Run",
+    screen: Screen,
+    bits_or_file: str | None,
+    bits: Annotated[str | None, typer.Option(help="Shorthand: W8A8, w4a4, W4 (weights alone).")] = None,
+    activations: Annotated[str | None, typer.Option(help="Bits of the activations, 2 to 16, or float.")] = None,
+    first_last: Annotated[int | None, typer.Option(help="Bits of the first and the last layer.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Only layers that match, e.g. 'features.*'.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Not the layers that match.")] = None,
+    override: Annotated[list[str] | None, typer.Option(help="PATTERN=BITS, e.g. 'classifier*=W8A8'.")] = None,
+    observer: Annotated[str | None, typer.Option(help="Another observer than the calibration's.")] = None,
+    weight_format: Annotated[str | None, typer.Option(help="A number format for the weights; see ptq formats.")] = None,
+    activation_format: Annotated[
+        str | None, typer.Option(help="A number format for the activations; its ranges come from each batch.")
+    ] = None,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric activations, zero-point 0.")] = False,
+    keep_batchnorm: Annotated[bool, typer.Option("--keep-batchnorm", help="Don't fold BatchNorm first.")] = False,
+    use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use the smoothed model, if any.")] = True,
+) -> None:
+    """Quantize: --weights 8 --activations 8, or --bits W8A8."""
+    from ptq.quantization import Bits, Scheme
+    from ptq.quantization.scheme import parse_bits, parse_override
+
+    if bits and (bits_or_file or activations):
+        raise InputError(f"--bits {bits} and --weights/--activations say the same thing: give one of them")
+    width = Bits.parse(bits) if bits else Bits(parse_bits(bits_or_file or "8"), parse_bits(activations or "8"))
+    scheme = Scheme(
+        bits=replace(width, weight_format=weight_format, activation_format=activation_format),
+        first_last=first_last,
+        include=tuple(include or ["*"]),
+        exclude=tuple(exclude or []),
+        overrides=tuple(parse_override(text) for text in override or []),
+        symmetric_activations=symmetric,
+        fold_batchnorm=not keep_batchnorm,
+    )
+    quantized = run.quantize(scheme, use_smoothed=use_smoothed, observer=observer)
+    from ptq.report.tables import quantized_table
+
+    result = {
+        "scheme": scheme.to_json(),
+        "bits": {name: str(layer_bits) for name, layer_bits in quantized.bits.items()},
+        "observer": quantized.observer,
+    }
+    screen.show([quantized_table(quantized, run.calibration())], [run.quantized_file], result)
+
+
+@command
+def evaluate(
+    run: "Run",
+    screen: Screen,
+    images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    error_batches: Annotated[int, typer.Option(help="Batches for the per-layer errors.")] = 8,
+) -> None:
+    """Measure float, quantized, and smoothed and quantized, on the same images and layer by layer."""
+    rows, result = run.evaluate(images=images, error_batches=error_batches)
+    from ptq.report.tables import accuracy_table, layer_error_table
+
+    smoothed = run.smoothed() if result["alpha"] is not None else None
+    errors = layer_error_table(rows, run.calibration(), smoothed.calibration if smoothed else None)
+    screen.show([errors, accuracy_table(rows)], [run.evaluation_file], result)
+
+
+@command
+def sweep(
+    run: "Run",
+    screen: Screen,
+    alphas: Annotated[str, typer.Option(help="START:STOP:STEP, or a list such as 0.25,0.5.")] = DEFAULT_ALPHAS,
+    bits: Annotated[str, typer.Option(help="One or several widths.")] = DEFAULT_SWEEP,
+    images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+) -> None:
+    """Sweep α and draw accuracy and per-layer error against it; goes on where an interrupted sweep was."""
+    values = parse_alphas(alphas)
+    result = run.sweep(values, [part for part in bits.split(",") if part], images=images)
+    from ptq.report import plots
+    from ptq.report.tables import sweep_table
+
+    pictures = {
+        run.folder / "alpha_sweep.png": plots.alpha_sweep(result, f"{run.task.name}: accuracy against α"),
+        run.folder / "alpha_sweep_layers.png": plots.alpha_sweep_layers(
+            result, f"{run.task.name}: layer error against α"
+        ),
+    }
+    for path, figure in pictures.items():
+        plots.save(figure, path)
+    screen.show([sweep_table(result)], [run.sweep_file, *pictures], result.to_json())
+
+
+@command
+def pack(
+    run: "Run",
+    screen: Screen,
+    conv: Annotated[str, typer.Option(help="Number format of the convolutions' weights.")] = "affine:bits=8,axis=0",
+    linear: Annotated[str, typer.Option(help="Number format of the Linear layers' weights.")] = "affine:bits=8,axis=0",
+) -> None:
+    """Pack the checkpoint: weights in few bits on disk, everything else untouched."""
+    checkpoint, size = run.pack({"conv": conv, "linear": linear})
+    from ptq.report.format_plots import packed_table
+
+    result = {
+        "tensors": [asdict(entry) for entry in checkpoint.entries],
+        "source_bytes": checkpoint.source_bytes,
+        "packed_bytes": checkpoint.nbytes,
+        "file_bytes": size,
+    }
+    screen.show([packed_table(checkpoint, size)], [run.packed_file], result)
+
+
+@command
+def formats(
+    run: "Run",
+    screen: Screen,
+    distribution: Annotated[str, typer.Option(help="normal, laplace, relu or uniform.")] = "normal",
+    shape: Annotated[str, typer.Option(help="Of the values drawn.")] = "4,16,32,32",
+    layer: Annotated[str | None, typer.Option(help="Use the input of this layer of the task instead.")] = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw error against true bits, with the task's tensors.")
+    ] = False,
+) -> None:
+    """List the number formats: their bits, bytes and errors on a distribution or on a layer's input."""
+    from ptq.formats import catalog
+    from ptq.report import format_plots
+
+    if plot:
+        from ptq.report import plots
+        from ptq.storage import write_json
+
+        name, activation, gradient = run.captured(layer)
+        comparison = catalog.compare({f"input of {name}": activation, f"gradient at {name}": gradient})
+        picture, numbers = run.folder / "formats.png", run.folder / "formats.json"
+        plots.save(format_plots.error_against_bits(comparison, f"{run.task.name}: error against true bits"), picture)
+        result = {"kind": "formats", "schema": 1, "layer": name, **comparison.to_json()}
+        write_json(numbers, result)
+        screen.show([format_plots.sets_table(comparison)], [picture, numbers], result)
+        return
+    if layer:
+        name, values, _ = run.captured(layer)
+        what = f"input of {name}"
+    else:
+        values, what = catalog.draw(distribution, parse_shape(shape)), distribution
+    rows = catalog.listing(values)
+    screen.show(
+        [format_plots.formats_table(rows, what)], [], {"what": what, "formats": [row.to_json() for row in rows]}
+    )
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``4,16,32,32``."""
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--shape {text!r}: write whole numbers, as 4,16,32,32") from error
+    if any(size < 1 for size in shape):
+        raise InputError(f"--shape {text!r}: every size is at least 1")
+    return shape
+
+
+def parse_alphas(text: str) -> list[float]:
+    """``0.05:0.95:0.05`` (the last included) or ``0.25,0.5``."""
+    try:
+        if ":" not in text:
+            return [float(part) for part in text.split(",") if part.strip()]
+        start, stop, step = (float(part) for part in text.split(":"))
+        if not step > 0:
+            raise ValueError
+        return [round(start + i * step, 10) for i in range(int((stop - start) / step + 1e-9) + 1)]
+    except (ValueError, OverflowError) as error:
+        raise InputError(
+            f"--alphas {text!r}: write START:STOP:STEP, as 0.05:0.95:0.05, or a list, as 0.25,0.5"
+        ) from error
