@@ -55,9 +55,9 @@ class MultiStep(Format):
         payload = torch.empty(self.nbytes_for(x.shape), dtype=torch.uint8, device=x.device)
         if not x.numel():
             return payload
-        bounds(x)
+        ends = bounds(x)
         flat = x.reshape(-1)
-        parts = split_by_rank(flat, even_borders(len(flat), self.parts))
+        parts = split_by_rank(flat, even_borders(len(flat), self.parts), ends)
         low = parts.low.float() + 0.0
         step = (parts.high.double() - parts.low.double()) / (2**self.bits - 1)
         step = step.clamp(max=torch.finfo(torch.float32).max).float()

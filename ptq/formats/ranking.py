@@ -46,14 +46,16 @@ def even_borders(count: int, parts: int) -> list[int]:
     return [index * size + min(index, longer) for index in range(1, parts)]
 
 
-def split_by_rank(x: Tensor, borders: Sequence[int]) -> Parts:
-    """Split a flat tensor of finite values as a stable ascending sort, cut at these ascending ranks, would."""
+def split_by_rank(x: Tensor, borders: Sequence[int], ends: tuple[Tensor, Tensor]) -> Parts:
+    """Split a flat tensor of finite values as a stable ascending sort, cut at these ascending ranks, would.
+
+    ``ends`` are its smallest and its largest value, which the caller knows from looking for NaN.
+    """
     if not _is_large(x):
         return _by_sorting(x, borders)
     edges = [0, *borders, len(x)]
     part, values = _selected(x, borders)
-    ends = torch.aminmax(x)
-    values = {**values, 0: float(ends.min), len(x) - 1: float(ends.max)}
+    values = {**values, 0: float(ends[0]), len(x) - 1: float(ends[1])}
     filled = [(start, end - 1) if end > start else None for start, end in itertools.pairwise(edges)]
     low, high = ([values[pair[end]] if pair else 0.0 for pair in filled] for end in (0, 1))
     return Parts(part, torch.tensor(low, dtype=x.dtype), torch.tensor(high, dtype=x.dtype))

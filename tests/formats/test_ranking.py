@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ptq.formats import ranking
+from ptq.formats.tensors import bounds
 
 COUNT = ranking._SORT_BELOW + 1001
 
@@ -51,7 +52,7 @@ def test_selection_is_the_stable_sort(name: str, parts: int, way: str) -> None:
     pieces = np.array_split(order, parts)  # numpy's and torch's split agree: the first parts are the longer ones
     for number, piece in enumerate(pieces):
         expected[piece] = number
-    found = ranking.split_by_rank(x, ranking.even_borders(len(x), parts))
+    found = ranking.split_by_rank(x, ranking.even_borders(len(x), parts), bounds(x))
     np.testing.assert_array_equal(found.part.numpy(), expected)
     ordered = x.float().numpy()[order]
     ends = np.cumsum([len(piece) for piece in pieces])
@@ -81,5 +82,5 @@ def test_an_order_that_fools_the_sample_is_noticed() -> None:
     assert len(x) // ranking._SAMPLE == 3
     assert ranking._by_brackets(x, np.array([len(x) // 4]), by_size=False) is None
     order = np.argsort(x.numpy(), kind="stable")
-    part = ranking.split_by_rank(x, [len(x) // 4]).part.numpy()
+    part = ranking.split_by_rank(x, [len(x) // 4], bounds(x)).part.numpy()
     np.testing.assert_array_equal(np.flatnonzero(part == 0), np.sort(order[: len(x) // 4]))
