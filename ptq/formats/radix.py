@@ -18,6 +18,7 @@ from torch import Tensor
 from ptq.formats.tensors import BLOCK
 
 _BINS = 65536
+_COUNTED = 8 * BLOCK  # elements counted at once: each time a table of all bins is cleared and added
 _BORDER, _TIED = 255, 254  # mark bins that a border goes through
 
 Integers = npt.NDArray[np.int64]
@@ -29,13 +30,14 @@ def parts_by_radix(
     """The part of each element, and the values at the ranks asked for; with ``by_size`` those of ``-|x|``."""
     zero = 0 if by_size else _BINS // 2  # the bin of 0.0, and below its place in ascending order
     zero_place = int(np.flatnonzero(zero == _ASCENDING)[0])
-    counts, zeros = _histogram(x, zero, by_size=by_size)
+    counts = _histogram(x, by_size=by_size)
     ends = np.cumsum(counts)
     begins = ends - counts
     inner = borders[(borders > 0) & (borders < len(x))]
     bins = np.unique(np.searchsorted(ends, np.concatenate([ranks, inner]), side="right"))
     values: dict[int, float] = {}
-    tied = _Tied(zero, int(begins[zero_place]), zeros) if zero_place in bins and _only_zeros(x, zeros) else None
+    zeros = _zeros(x) if zero_place in bins else []
+    tied = _Tied(zero, int(begins[zero_place]), zeros) if zeros and sum(zeros) == counts[zero_place] else None
     if tied:  # after ReLU half of all: they are cut by index while looking up, without being collected
         bins = bins[bins != zero_place]
         values = {int(rank): 0.0 for rank in ranks if begins[zero_place] <= rank < ends[zero_place]}
@@ -59,19 +61,18 @@ class _Tied:
     counts: list[int]  # in each block
 
 
-def _histogram(x: Tensor, zero: int, *, by_size: bool) -> tuple[Integers, list[int]]:
-    """How many elements each bin has, bins in ascending order, and how many each block has in the bin of zero."""
-    counts, zeros = torch.zeros(_BINS, dtype=torch.int64), []
-    for upper in _upper_halves(x, by_size=by_size):
-        here = torch.bincount(upper, minlength=_BINS)
-        zeros.append(int(here[zero]))
-        counts += here
-    return counts.numpy()[_ASCENDING], zeros
+def _histogram(x: Tensor, *, by_size: bool) -> Integers:
+    """How many elements each bin has, bins in ascending order."""
+    counts = torch.zeros(_BINS, dtype=torch.int64)
+    for upper in _upper_halves(x, _COUNTED, by_size=by_size):
+        counts += torch.bincount(upper, minlength=_BINS)
+    ascending: Integers = counts.numpy()[_ASCENDING]
+    return ascending
 
 
-def _only_zeros(x: Tensor, zeros: list[int]) -> bool:
-    """Whether the bin of zero has nothing else: the very smallest floats fall into it too."""
-    return sum(zeros) == len(x) - int(np.count_nonzero(x.float().numpy()))
+def _zeros(x: Tensor) -> list[int]:
+    """How many zeros each block has; the very smallest floats fall into their bin too, and are none."""
+    return [len(block) - int(np.count_nonzero(block.float().numpy())) for block in torch.split(x, BLOCK)]
 
 
 def _look_up(
@@ -82,7 +83,7 @@ def _look_up(
     lookup[torch.from_numpy(_ASCENDING)] = torch.from_numpy(table)
     part = torch.empty(len(x), dtype=torch.uint8)
     begin = tied.begin if tied else 0
-    blocks = zip(_upper_halves(x, by_size=by_size), torch.split(part, BLOCK), strict=True)
+    blocks = zip(_upper_halves(x, BLOCK, by_size=by_size), torch.split(part, BLOCK), strict=True)
     for number, (upper, out) in enumerate(blocks):
         if tied is None:
             torch.index_select(lookup, 0, upper, out=out)
@@ -155,11 +156,11 @@ def _cut_ties(part: npt.NDArray[np.uint8], places: Integers, begin: int, borders
         part[places[start:end]] = number
 
 
-def _upper_halves(x: Tensor, *, by_size: bool) -> Iterator[Tensor]:
+def _upper_halves(x: Tensor, size: int, *, by_size: bool) -> Iterator[Tensor]:
     """Block by block the upper 16 bits of the floats, as signed numbers counted from 0; the buffers are reused."""
-    values = torch.empty(min(BLOCK, len(x)))
+    values = torch.empty(min(size, len(x)))
     halves = torch.empty(len(values), dtype=torch.int32)
-    for block in torch.split(x, BLOCK):
+    for block in torch.split(x, size):
         value, half = values[: len(block)], halves[: len(block)]
         if by_size:  # the bits of -|x| but for its sign: below half of the bins, as those of negative numbers
             torch.abs(block, out=value) if block.dtype == value.dtype else value.copy_(block).abs_()

@@ -17,7 +17,7 @@ from ptq.formats.affine import Affine
 from ptq.formats.base import Format, _checked
 from ptq.formats.ranking import largest
 from ptq.formats.raw import Raw
-from ptq.formats.tensors import as_bytes, bounds, take_bytes
+from ptq.formats.tensors import BLOCK, as_bytes, bounds, take_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +50,23 @@ class TopK(Format):
         kept = self.kept(count)
         return 0 if kept == count else min(4 * kept, packing.packed_length(count, 1))
 
-    def _places(self, x: Tensor) -> Tensor:
-        """Ascending indices of the kept values."""
+    def _marks(self, x: Tensor) -> Tensor:
+        """0 where a value is kept and 1 elsewhere; uint8, flat."""
         bounds(x)
         flat = x.reshape(-1)
         kept = self.kept(len(flat))
         if kept == len(flat):
-            return torch.arange(len(flat), device=x.device)
-        return _places_of(largest(flat, kept), 0)
+            return torch.zeros(len(flat), dtype=torch.uint8, device=x.device)
+        return largest(flat, kept)
 
     def _pack(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        places, flat = self._places(x), x.reshape(-1)
+        marks, flat = self._marks(x), x.reshape(-1)
+        places = _places_of(marks, 0)
         payload = self.then._pack(flat.index_select(0, places), generator)
         size = self._index_bytes(len(flat))
         if not size:
             return payload
-        if size == 4 * len(places):
-            index = as_bytes(places.to(torch.int32))[0]
-        else:
-            kept = torch.zeros(len(flat), dtype=torch.uint8, device=x.device)
-            index = packing.pack(kept.index_fill_(0, places, 1), 1)
+        index = as_bytes(places.to(torch.int32))[0] if size == 4 * len(places) else _bitmap(marks)
         return torch.cat([index, payload])
 
     def _unpack(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -81,18 +78,36 @@ class TopK(Format):
         if size == 4 * kept:
             places = take_bytes(payload, 0, kept, torch.int32).to(torch.int64)
         else:
-            places = _places_of(packing.unpack(payload[:size], count, 1), 1)
+            places = _places_of(_marks_of(payload[:size], count), 0)
         return torch.zeros(count, dtype=dtype, device=payload.device).index_copy_(0, places, values).reshape(shape)
 
     def fake(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """``decode(encode(x))``, bit for bit; the gradient passes at the kept positions."""
-        places = self._places(_checked(x, generator))
+        places = _places_of(self._marks(_checked(x, generator)), 0)
         values = self.then.fake(x.reshape(-1).index_select(0, places), generator)
         return torch.zeros_like(x).reshape(-1).index_copy(0, places, values).reshape(x.shape)
 
 
+def _bitmap(marks: Tensor) -> Tensor:
+    """One bit an element, set where the mark is 0, the first element in the lowest bit."""
+    if marks.device.type == "cpu":
+        return torch.from_numpy(np.packbits(marks.numpy() == 0, bitorder="little"))
+    bits = torch.nn.functional.pad((marks == 0).to(torch.uint8), (0, -len(marks) % 8)).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=marks.device)).sum(1, dtype=torch.uint8)
+
+
+def _marks_of(bitmap: Tensor, count: int) -> Tensor:
+    """``_bitmap`` undone."""
+    if bitmap.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(~bitmap.numpy(), count=count, bitorder="little"))
+    bits = (bitmap[:, None] >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)) & 1
+    return 1 - bits.flatten()[:count]
+
+
 def _places_of(marks: Tensor, mark: int) -> Tensor:
     """Ascending indices of the bytes that have this value."""
-    if marks.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(marks.numpy() == mark))  # several times faster than torch's
-    return (marks == mark).nonzero().flatten()
+    if marks.device.type != "cpu":
+        return (marks == mark).nonzero().flatten()
+    # Block by block, numpy's is twice as fast as torch's.
+    blocks = [np.flatnonzero(block.numpy() == mark) for block in torch.split(marks, BLOCK)]
+    return torch.from_numpy(np.concatenate([block + number * BLOCK for number, block in enumerate(blocks)]))
