@@ -65,7 +65,9 @@ def test_num_batches_tracked_may_be_missing(tmp_path: Path) -> None:
     state = trained()
     del state["1.num_batches_tracked"]
     torch.save(state, tmp_path / "weights.pt")
-    load_weights(network(), tmp_path / "weights.pt")
+    model = network()
+    load_weights(model, tmp_path / "weights.pt")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
 
 
 def test_a_misfit_names_every_kind_of_difference(tmp_path: Path) -> None:
