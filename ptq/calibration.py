@@ -1,11 +1,10 @@
-"""One pass over the data: per-channel ranges and histograms of what every Conv and Linear reads."""
+"""One pass over the data: per-channel ranges, histograms and a sample of what every Conv and Linear reads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sized
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,20 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ptq import channels
-from ptq.batches import Batches, calls
+from ptq.attention import splitting_attention
+from ptq.batches import Batches, Call, calls
 from ptq.errors import ActivationError, InputError, MismatchError
-from ptq.graph import BatchNormSearch
+from ptq.graph import ChannelGraph, read_graph
 from ptq.hooks import attached, evaluating
 from ptq.observers import ChannelRange, Histogram
 from ptq.ranges import HISTOGRAM_RANGES, checked_observer
+from ptq.sampling import RowSample, SampleReservoir
 from ptq.storage import checksum, fingerprint, read_tensors, write_tensors
 
-SCHEMA = 1
+SCHEMA = 2
 _STATISTICS = ("minimum", "maximum", "activation_absmax", "weight_absmax")
+_CLIPS = ("activation_clip", "weight_clip")
+_SAMPLED = 2**24  # elements of rows kept for the whole model: 32 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,9 @@ class LayerStatistics:
     activation_absmax: Tensor
     weight_absmax: Tensor
     histogram: Histogram | None = None  # of the whole input tensor
+    rows: Tensor | None = None  # [R, C, k] float16: a random sample of what the weight is multiplied with
+    activation_clip: float = 1.0  # of the range, as a search chose it
+    weight_clip: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -50,8 +56,8 @@ class LayerStatistics:
     def range(self, observer: str, bits: int) -> tuple[float, float]:
         """The clipping range that the observer chooses for the input tensor at this number of bits."""
         low, high = min(0.0, float(self.minimum.min())), max(0.0, float(self.maximum.max()))
-        if observer == "max":
-            return low, high
+        if observer == "max" or self.activation_clip != 1:
+            return low * self.activation_clip, high * self.activation_clip
         if self.histogram is None:
             raise InputError(
                 f"observer {observer!r} needs histograms, this calibration has none: calibrate this very model "
@@ -71,17 +77,25 @@ class Calibration:
     model_fingerprint: str
     data_fingerprint: str
     never_ran: tuple[str, ...] = ()
-    batchnorms: dict[str, str] = field(default_factory=dict)  # layer → the BatchNorm that alone reads its output
+    graph: ChannelGraph = field(default_factory=ChannelGraph)
+
+    @property
+    def batchnorms(self) -> dict[str, str]:
+        """Layer → the BatchNorm that alone reads its output."""
+        return self.graph.batchnorms
 
     def save(self, path: str | Path) -> None:
         tensors: dict[str, Tensor] = {}
         described: dict[str, Any] = {}
         for name, layer in self.layers.items():
             tensors |= {f"{name}/{statistic}": getattr(layer, statistic) for statistic in _STATISTICS}
-            described[name] = {"kind": layer.kind}
+            described[name] = {"kind": layer.kind} | {clip: getattr(layer, clip) for clip in _CLIPS}
+            if layer.rows is not None:
+                tensors[f"{name}/rows"] = layer.rows
             if layer.histogram is not None:
                 tensors[f"{name}/histogram"] = layer.histogram.counts
                 described[name]["exponent"] = layer.histogram.exponent
+        graph_tensors, graph = self.graph.to_tensors()
         metadata = {
             "schema": SCHEMA,
             "layers": list(described.items()),  # a list: the order of the layers is the order of execution
@@ -91,9 +105,9 @@ class Calibration:
             "model": self.model_fingerprint,
             "data": self.data_fingerprint,
             "never_ran": self.never_ran,
-            "batchnorms": self.batchnorms,
+            "graph": graph,
         }
-        write_tensors(Path(path), "calibration", tensors, metadata)
+        write_tensors(Path(path), "calibration", tensors | graph_tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -104,8 +118,14 @@ class Calibration:
                 histogram = None
                 if "exponent" in described:
                     histogram = Histogram(described["exponent"], tensors[f"{name}/histogram"])
-                statistics = {statistic: tensors[f"{name}/{statistic}"] for statistic in _STATISTICS}
-                layers[name] = LayerStatistics(kind=described["kind"], histogram=histogram, **statistics)
+                statistics: dict[str, Any] = {key: tensors[f"{name}/{key}"] for key in _STATISTICS}
+                statistics |= {clip: described[clip] for clip in _CLIPS}
+                layers[name] = LayerStatistics(
+                    kind=described["kind"],
+                    histogram=histogram,
+                    rows=tensors.get(f"{name}/rows"),
+                    **statistics,
+                )
             return cls(
                 layers=layers,
                 observer=checked_observer(metadata["observer"]),
@@ -114,13 +134,17 @@ class Calibration:
                 model_fingerprint=metadata["model"],
                 data_fingerprint=metadata["data"],
                 never_ran=tuple(metadata["never_ran"]),
-                batchnorms=dict(metadata["batchnorms"]),
+                graph=ChannelGraph.from_tensors(tensors, metadata["graph"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: the calibration is incomplete ({error}): calibrate again") from error
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that these statistics were not taken from, naming the first difference."""
+        with splitting_attention(model):
+            self._check(model)
+
+    def _check(self, model: nn.Module) -> None:
         present = dict(channels.layers_of(model))
         for name, statistics in self.layers.items():
             if name not in present:
@@ -149,51 +173,87 @@ def calibrate(
     >>> calibration.layers["features.0"].activation_absmax    # [C]
 
     ``observer`` says how ranges will be chosen: ``max``, or ``percentile``, ``entropy``, ``mse``, which also
-    collect a histogram of each layer's input.
+    collect a histogram of each layer's input. Padding, where a batch has an ``attention_mask``, doesn't count.
     """
+    return calibrate_in_steps(model, batches, [max_batches], observer, progress=progress)[-1]
+
+
+def calibrate_in_steps(
+    model: nn.Module, batches: Batches, steps: Sequence[int], observer: str = "max", *, progress: bool = False
+) -> list[Calibration]:
+    """One pass over the data that gives the calibration after each of these numbers of batches, or at its end."""
     checked_observer(observer)
-    if max_batches < 1:
-        raise InputError(f"max_batches = {max_batches}: at least one batch is needed")
-    collectors = {
-        name: _Collector(name, layer, Histogram() if observer in HISTOGRAM_RANGES else None)
-        for name, layer in channels.layers_of(model)
-    }
-    if not collectors:
-        raise InputError("the model has no Conv or Linear layer: there is nothing to calibrate")
-    search: BatchNormSearch | None = BatchNormSearch(model)
-    order: dict[str, _Collector] = {}
-    batchnorms: dict[str, str] = {}
-    data_sum = batch_count = samples = 0
-    hooks = (
-        collector.layer.register_forward_pre_hook(collector.hook(order), with_kwargs=True)
-        for collector in collectors.values()
-    )
-    total = min(max_batches, len(batches)) if isinstance(batches, Sized) else None
-    with torch.inference_mode(), evaluating(model), attached(hooks):
-        bar = tqdm(calls(batches, model, max_batches), "calibrate", total, unit="batch", disable=not progress)
-        for index, call in enumerate(bar):
-            for collector in collectors.values():
-                collector.batch = index
-            with search.watching() if search else nullcontext():
-                output = call.run(model)
-            if search:
-                batchnorms, search = search.result(output), None
-            data_sum += sum(checksum(x) for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
-            batch_count += 1
-            samples += call.samples
-    if not order:
-        reason = "the data has no batch" if not batch_count else "none of its Conv and Linear layers was called"
-        raise InputError(f"nothing was calibrated: {reason}")
-    return Calibration(
-        layers={name: collector.compute() for name, collector in order.items()},
-        observer=observer,
-        batches=batch_count,
-        samples=samples,
-        model_fingerprint=fingerprint(model),
-        data_fingerprint=f"{samples}:{data_sum % 2**64:016x}",
-        never_ran=tuple(name for name in collectors if name not in order),
-        batchnorms=batchnorms,
-    )
+    if not steps or min(steps) < 1:
+        raise InputError(f"{', '.join(map(str, steps)) or 'no'} batches: at least one batch is needed")
+    most = max(steps)
+    total = min(most, len(batches)) if isinstance(batches, Sized) else None
+    found = []
+    with evaluating(model), splitting_attention(model):
+        statistics = _Pass(model, observer)
+        for call in tqdm(calls(batches, model, most), "calibrate", total, unit="batch", disable=not progress):
+            statistics.collect(call)
+            if statistics.batches in steps:
+                found.append(statistics.result())
+        if statistics.batches not in steps:  # the data ended before
+            found.append(statistics.result())
+    return found
+
+
+class _Pass:
+    """The statistics of a pass over the data so far."""
+
+    def __init__(self, model: nn.Module, observer: str) -> None:
+        layers = dict(channels.layers_of(model))
+        if not layers:
+            raise InputError("the model has no Conv or Linear layer: there is nothing to calibrate")
+        self._model, self._observer = model, observer
+        self._batch = _Batch()
+        budget = _SAMPLED // len(layers)
+        with_histogram = observer in HISTOGRAM_RANGES
+        self._collectors = {
+            name: _Collector(name, layer, Histogram() if with_histogram else None, RowSample(layer, budget))
+            for name, layer in layers.items()
+        }
+        self._order: dict[str, _Collector] = {}
+        self._reservoir = SampleReservoir()
+        self._graph: ChannelGraph | None = None
+        self._data_sum = self.batches = self._samples = 0
+
+    @torch.inference_mode()
+    def collect(self, call: Call) -> None:
+        """Run the model on one more batch."""
+        if self._graph is None:
+            self._graph = read_graph(self._model, call)
+        mask = call.kwargs.get("attention_mask")
+        self._batch.index, self._batch.samples = self.batches, call.samples
+        self._batch.mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._batch.picks = self._reservoir.pick(self._samples, call.samples)
+        hooks = (
+            collector.layer.register_forward_pre_hook(collector.hook(self._batch, self._order), with_kwargs=True)
+            for collector in self._collectors.values()
+        )
+        with attached(hooks):
+            call.run(self._model)
+        self._data_sum += sum(checksum(x) for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+        self.batches += 1
+        self._samples += call.samples
+
+    def result(self) -> Calibration:
+        if not self._order:
+            reason = "the data has no batch" if not self.batches else "none of its Conv and Linear layers was called"
+            raise InputError(f"nothing was calibrated: {reason}")
+        assert self._graph is not None
+        places = self._reservoir.order()
+        return Calibration(
+            layers={name: collector.compute(places) for name, collector in self._order.items()},
+            observer=self._observer,
+            batches=self.batches,
+            samples=self._samples,
+            model_fingerprint=fingerprint(self._model),
+            data_fingerprint=f"{self._samples}:{self._data_sum % 2**64:016x}",
+            never_ran=tuple(name for name in self._collectors if name not in self._order),
+            graph=self._graph,
+        )
 
 
 _ROWS_TO_COUNT = 6
@@ -211,18 +271,28 @@ def _rows_to_count(x: Tensor) -> Tensor:
 
 
 @dataclass
+class _Batch:
+    """What the collectors have to know about the batch that is running."""
+
+    index: int = 0
+    samples: int = 0
+    mask: Tensor | None = None  # [N, T], true where there is no padding
+    picks: list[tuple[int, int]] = field(default_factory=list)  # samples whose rows are kept
+
+
+@dataclass
 class _Collector:
     """Collects the statistics of one layer's input."""
 
     name: str
     layer: channels.Layer
     histogram: Histogram | None
-    batch: int = 0
+    sample: RowSample
 
     def __post_init__(self) -> None:
         self.range = ChannelRange(channels.input_channels(self.layer), self.layer.weight.device)
 
-    def hook(self, order: dict[str, _Collector]) -> Callable[..., None]:
+    def hook(self, batch: _Batch, order: dict[str, _Collector]) -> Callable[..., None]:
         axis = channels.channel_axis(self.layer)
 
         def collect(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,32 +300,37 @@ class _Collector:
             if not x.numel():
                 return
             order.setdefault(self.name, self)
-            with torch._C.DisableTorchFunction():  # whoever watches the model need not see the watchers
-                minimum, maximum = self.range.collect(x, axis)
-                low, high = float(minimum.min()), float(maximum.max())
-                if not (abs(low) < float("inf") and abs(high) < float("inf")):  # false for NaN too
-                    self._refuse(minimum, maximum)
-                if self.histogram is not None:
-                    self.histogram.collect(_rows_to_count(x) if axis == -3 else x, low, high)
+            if batch.picks:
+                self.sample.store(x, batch.picks, axis, mask=batch.mask, samples=batch.samples)
+            if batch.mask is not None and axis == -1 and x.dim() == 3 and x.shape[:2] == batch.mask.shape:
+                x = x[batch.mask]  # [tokens, C]
+            minimum, maximum = self.range.collect(x, axis)
+            low, high = float(minimum.min()), float(maximum.max())
+            if not (abs(low) < float("inf") and abs(high) < float("inf")):  # false for NaN too
+                self._refuse(minimum, maximum, batch.index)
+            if self.histogram is not None:
+                self.histogram.collect(_rows_to_count(x) if axis == -3 else x, low, high)
 
         return collect
 
-    def _refuse(self, minimum: Tensor, maximum: Tensor) -> None:
+    def _refuse(self, minimum: Tensor, maximum: Tensor, batch: int) -> None:
         bad = (~(minimum.isfinite() & maximum.isfinite())).nonzero().flatten()
         channel = int(bad[0])
         kind = "NaN" if bool(minimum[channel].isnan()) else "Inf"
         raise ActivationError(
-            f"{self.name}: {kind} in the input, batch {self.batch}, channel {channel} ({len(bad)} channels in all): "
+            f"{self.name}: {kind} in the input, batch {batch}, channel {channel} ({len(bad)} channels in all): "
             "check the data of that batch and the weights of the layers before"
         )
 
-    def compute(self) -> LayerStatistics:
-        minimum, maximum = self.range.minimum.cpu(), self.range.maximum.cpu()
+    def compute(self, places: Sequence[int]) -> LayerStatistics:
+        """The statistics so far; ``places`` of the sample hold rows."""
+        minimum, maximum = self.range.minimum.cpu().clone(), self.range.maximum.cpu().clone()
         return LayerStatistics(
             kind=channels.kind_of(self.layer),
             minimum=minimum,
             maximum=maximum,
             activation_absmax=channels.absmax_of(minimum, maximum),
             weight_absmax=channels.weight_absmax(self.layer.weight, self.layer).float().cpu(),
-            histogram=self.histogram,
+            histogram=replace(self.histogram, counts=self.histogram.counts.clone()) if self.histogram else None,
+            rows=self.sample.rows(places).half().cpu(),
         )

@@ -57,6 +57,10 @@ def input_channels(layer: Layer) -> int:
     return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
 
 
+def output_channels(layer: Layer) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
 def channel_axis(layer: Layer) -> int:
     """Where an input has its channels, counted from the end, so that unbatched inputs fit too."""
     return -1 if isinstance(layer, nn.Linear) else -1 - len(layer.kernel_size)

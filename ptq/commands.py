@@ -50,14 +50,39 @@ def calibrate(
 def smooth(
     run: "Run",
     screen: Screen,
-    alpha: Annotated[float, typer.Option(help="How much of the spread moves to the weights, 0 to 1.")] = 0.5,
+    alpha: Annotated[str, typer.Option(help="How much moves to the weights, 0 to 1; auto: by layer.")] = "0.5",
+    bits: Annotated[str | None, typer.Option(help="The bits that --alpha auto is searched for.")] = None,
+    clip: Annotated[bool, typer.Option("--clip", help="Search clipped ranges, too (--alpha auto).")] = False,
+    explicit: Annotated[
+        str, typer.Option(help="Where folding is impossible: allow a division at run time, or never.")
+    ] = "allow",
+    form: Annotated[str, typer.Option(help="fold, or hook: a division in front of every layer.")] = "fold",
 ) -> None:
     """Even out the channels by moving their spread into the weights; proves that the function is unchanged."""
-    smoothed = run.smooth(alpha)
+    from ptq.quantization import Bits
+
+    if bits and alpha != "auto":
+        raise InputError(f"--bits {bits}: only the search needs them: use --alpha auto, or leave them to ptq quantize")
+    smoothed = run.smooth(
+        "auto" if alpha == "auto" else parse_alpha(alpha),
+        form=form,  # type: ignore[arg-type]
+        explicit=explicit,  # type: ignore[arg-type]
+        bits=Bits.parse(bits or "W8A8"),
+        clip=clip,
+    )
+    from ptq.report import channel_plots, plots
     from ptq.report.tables import ledger_table
     from ptq.storage import read_json
 
-    screen.show([ledger_table(smoothed)], [run.smoothed_file, run.ledger_file], read_json(run.ledger_file))
+    before, after, name = run.calibration(), smoothed.calibration, f"{run.task.name}, {smoothed.title}"
+    pictures = {
+        run.folder / "channels.png": channel_plots.channel_magnitudes(before, after, name),
+        run.folder / "channels_layers.png": channel_plots.all_layers_heatmap(before, after, name),
+    }
+    for path, figure in pictures.items():
+        plots.save(figure, path)
+    files = [run.smoothed_file, run.ledger_file, *pictures]
+    screen.show([ledger_table(smoothed)], files, read_json(run.ledger_file))
 
 
 @command
@@ -129,11 +154,20 @@ def sweep(
     screen: Screen,
     alphas: Annotated[str, typer.Option(help="START:STOP:STEP, or a list such as 0.25,0.5.")] = DEFAULT_ALPHAS,
     bits: Annotated[str, typer.Option(help="One or several widths.")] = DEFAULT_SWEEP,
+    auto: Annotated[bool, typer.Option(help="Also α by layer, without and with clipped ranges.")] = True,
+    form: Annotated[str, typer.Option(help="fold, or hook: a division in front of every layer.")] = "fold",
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    calibration_batches: Annotated[
+        str | None, typer.Option(help="Sweep the amount of calibration data instead, as 50,200,1500, at one α.")
+    ] = None,
 ) -> None:
     """Sweep α and draw accuracy and per-layer error against it; goes on where an interrupted sweep was."""
+    if calibration_batches:
+        sweep_calibration(run, screen, calibration_batches, alphas, bits, images)
+        return
     values = parse_alphas(alphas)
-    result = run.sweep(values, [part for part in bits.split(",") if part], images=images)
+    widths = [part for part in bits.split(",") if part]
+    result = run.sweep(values, widths, auto=auto, form=form, images=images)  # type: ignore[arg-type]
     from ptq.report import plots
     from ptq.report.tables import sweep_table
 
@@ -146,6 +180,21 @@ def sweep(
     for path, figure in pictures.items():
         plots.save(figure, path)
     screen.show([sweep_table(result)], [run.sweep_file, *pictures], result.to_json())
+
+
+def sweep_calibration(run: "Run", screen: Screen, sizes: str, alphas: str, bits: str, images: int | None) -> None:
+    """Accuracy and range drift against the number of calibration batches."""
+    values = [0.5] if alphas == DEFAULT_ALPHAS else parse_alphas(alphas)
+    if len(values) != 1:
+        raise InputError(f"--alphas {alphas}: with --calibration-batches give one α")
+    study = run.calibration_sizes(
+        parse_sizes(sizes), [part for part in bits.split(",") if part], *values, images=images
+    )
+    from ptq.report import plots, size_plots
+
+    picture = run.folder / "calibration_sizes.png"
+    plots.save(size_plots.calibration_sizes(study, f"{run.task.name}: how much calibration data is enough"), picture)
+    screen.show([size_plots.sizes_table(study)], [run.sizes_file, picture], study.to_json())
 
 
 @command
@@ -215,6 +264,21 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if any(size < 1 for size in shape):
         raise InputError(f"--shape {text!r}: every size is at least 1")
     return shape
+
+
+def parse_sizes(text: str) -> list[int]:
+    """``50,200,1500``."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise InputError(f"--calibration-batches {text!r}: write whole numbers, as 50,200,1500") from error
+
+
+def parse_alpha(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InputError(f"--alpha {text!r}: give a number from 0 to 1, or auto") from error
 
 
 def parse_alphas(text: str) -> list[float]:

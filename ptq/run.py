@@ -22,9 +22,11 @@ from ptq.channels import layers_of
 from ptq.errors import InputError, MismatchError
 from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
 from ptq.packing import PackedCheckpoint, pack
-from ptq.quantization import Quantized, Scheme
+from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
-from ptq.smoothing import Smoothed, checked_alpha, smooth
+from ptq.sizing import SizeStudy, calibration_sizes
+from ptq.smoothing import Smoothed, check_smoothing, smooth
+from ptq.smoothing.apply import Alpha, Explicit, Form
 from ptq.storage import read_json, write_json
 from ptq.sweeping import Sweep, check_plan, sweep
 from ptq.tasks import DEFAULT, Task, folder_name, resolve
@@ -148,6 +150,10 @@ class Run:
     def sweep_file(self) -> Path:
         return self.folder / "sweep.json"
 
+    @property
+    def sizes_file(self) -> Path:
+        return self.folder / "calibration_sizes.json"
+
     # The steps --------------------------------------------------------------------------------------------------
 
     def calibrate(self, observer: str = "max", batches: int = DEFAULT_BATCHES) -> Calibration:
@@ -166,17 +172,40 @@ class Run:
         calibration.check(self.task.model)
         return calibration
 
-    def smooth(self, alpha: float = 0.5) -> Smoothed:
-        checked_alpha(alpha)  # before any work is done
+    def smooth(
+        self,
+        alpha: Alpha = 0.5,
+        *,
+        form: Form = "fold",
+        explicit: Explicit = "allow",
+        bits: Bits | None = None,
+        clip: bool = False,
+    ) -> Smoothed:
+        check_smoothing(alpha, form, explicit, clip=clip)  # before any work is done
         calibration = self.calibration()
-        smoothed = smooth(self.task.model, calibration, alpha, batches=self.task.calibration)
+        bits = bits or Bits()
+        smoothed = smooth(
+            self.task.model,
+            calibration,
+            alpha,
+            form=form,
+            explicit=explicit,
+            weights=bits.weights,
+            activations=bits.activations,
+            clip=clip,
+            batches=self.task.calibration,
+        )
         assert smoothed.proof is not None
         smoothed.calibration.save(self.smoothed_calibration_file)
         smoothed.save(self.smoothed_file)
         ledger = {
             "kind": "ledger",
-            "schema": 1,
+            "schema": 2,
             "alpha": alpha,
+            "bits": str(bits) if alpha == "auto" else None,
+            "clip": clip,
+            "form": form,
+            "explicit": explicit,
             "proof": asdict(smoothed.proof),
             "layers": [asdict(entry) for entry in smoothed.ledger],
         }
@@ -198,7 +227,7 @@ class Run:
             self.say("quantizing the model as it is")
             quantized = quantize_by(scheme, self.task.model, self.calibration(), observer)
         else:
-            self.say(f"quantizing the smoothed model (α = {smoothed.alpha:g}); --no-smooth takes the plain one")
+            self.say(f"quantizing the smoothed model ({smoothed.title}); --no-smooth takes the plain one")
             quantized = quantize_by(scheme, smoothed.model, smoothed.calibration, observer)
         quantized.save(self.quantized_file)
         return quantized
@@ -234,7 +263,7 @@ class Run:
         plain = quantize_by(quantized.scheme, task.model, calibration, quantized.observer)
         networks = {"float": task.model, bits: plain.model}
         if smoothed:
-            networks[f"{bits}, smoothed α={smoothed.alpha:g}"] = quantized.model
+            networks[f"{bits}, smoothed {smoothed.title.replace(' = ', '=')}"] = quantized.model
         rows = []
         for name, model in networks.items():
             answers = evaluate(model, labelled, progress=name if self.progress else None)
@@ -253,7 +282,15 @@ class Run:
         write_json(self.evaluation_file, result)
         return rows, result
 
-    def sweep(self, alphas: Sequence[float], bits: Sequence[str], *, images: int | None = None) -> Sweep:
+    def sweep(
+        self,
+        alphas: Sequence[float],
+        bits: Sequence[str],
+        *,
+        auto: bool = True,
+        form: Form = "fold",
+        images: int | None = None,
+    ) -> Sweep:
         check_plan(alphas, bits, images)  # before any work is done
         resume = Sweep.from_json(read_json(self.sweep_file)) if self.sweep_file.exists() else None
         return sweep(
@@ -263,11 +300,29 @@ class Run:
             self.task.evaluation,
             alphas,
             bits=bits,
+            auto=auto,
+            form=form,
             images=images,
             resume=resume,
             on_point=lambda so_far: write_json(self.sweep_file, so_far.to_json()),
             progress=self.progress,
         )
+
+    def calibration_sizes(
+        self, sizes: Sequence[int], bits: Sequence[str], alpha: float, *, images: int | None = None
+    ) -> SizeStudy:
+        study = calibration_sizes(
+            self.task.model,
+            self.task.calibration,
+            self.task.evaluation,
+            sizes,
+            bits,
+            alpha,
+            images=images,
+            progress=self.progress,
+        )
+        write_json(self.sizes_file, study.to_json())
+        return study
 
 
 def _row_json(row: Row, reference: Row) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from tqdm import tqdm
@@ -12,12 +12,14 @@ from tqdm import tqdm
 from ptq.batches import Batches, limited
 from ptq.calibration import Calibration
 from ptq.errors import InputError
-from ptq.evaluation import evaluate, layer_errors
+from ptq.evaluation import Evaluation, evaluate
 from ptq.quantization import Bits, Scheme
 from ptq.quantization.apply import quantize_by
-from ptq.smoothing import ALPHAS, checked_alpha, smooth
+from ptq.smoothing import ALPHAS, Smoothed, checked_alpha, sampled_errors, smooth
+from ptq.smoothing.apply import Form
 
-_ERROR_BATCHES = 2
+Alpha: TypeAlias = float | str | None  # a number; "auto" or "auto+clip", by layer; None: not smoothed
+AUTO = ("auto", "auto+clip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +30,20 @@ class Accuracy:
     interval: tuple[float, float]
     n: int
 
+    @classmethod
+    def of(cls, answers: Evaluation) -> Accuracy:
+        return cls(top1=answers.top1, interval=answers.interval, n=answers.n)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One quantized network of a sweep; ``alpha`` is None for the one without smoothing."""
+    """One quantized network of a sweep."""
 
     bits: str
-    alpha: float | None
+    alpha: Alpha
     accuracy: Accuracy
     changed: int  # answers that differ from the float network's
-    layer_l1: dict[str, float]  # relative L1 error of each layer by itself
+    layer_l1: dict[str, float]  # relative L1 error of each layer by itself, on the calibration's sample
 
 
 @dataclass
@@ -47,22 +53,25 @@ class Sweep:
     model_fingerprint: str
     data_fingerprint: str
     images: int | None = None  # only the first ones of the evaluation data, or all
+    form: str = "fold"
     reference: Accuracy | None = None  # the float network
     points: list[SweepPoint] = field(default_factory=list)
 
     @property
-    def measured_on(self) -> tuple[str, str, int | None]:
-        return self.model_fingerprint, self.data_fingerprint, self.images
+    def measured_on(self) -> tuple[str, str, int | None, str]:
+        return self.model_fingerprint, self.data_fingerprint, self.images, self.form
 
-    def find(self, bits: str, alpha: float | None) -> SweepPoint | None:
+    def find(self, bits: str, alpha: Alpha) -> SweepPoint | None:
         return next((point for point in self.points if (point.bits, point.alpha) == (bits, alpha)), None)
 
     def curve(self, bits: str) -> list[SweepPoint]:
-        """The smoothed points of one number of bits, by ascending α."""
-        return sorted((p for p in self.points if p.bits == bits and p.alpha is not None), key=lambda p: p.alpha or 0.0)
+        """The points of one number of bits with one α for all layers, ascending."""
+        points = ((point.alpha, point) for point in self.points if point.bits == bits)
+        numbered = [(alpha, point) for alpha, point in points if isinstance(alpha, (int, float))]
+        return [point for _, point in sorted(numbered, key=lambda pair: pair[0])]
 
     def best(self, bits: str) -> SweepPoint:
-        """The α with the highest accuracy; of equal ones that with the smallest mean layer error."""
+        """The one α with the highest accuracy; of equal ones that with the smallest mean layer error."""
         return max(self.curve(bits), key=lambda p: (p.accuracy.top1, -sum(p.layer_l1.values())))
 
     @property
@@ -70,7 +79,7 @@ class Sweep:
         return list(dict.fromkeys(point.bits for point in self.points))
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "sweep", "schema": 1, "observer": "max", **asdict(self)}
+        return {"kind": "sweep", "schema": 2, "observer": "max", **asdict(self)}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Sweep:
@@ -79,6 +88,7 @@ class Sweep:
                 content["model_fingerprint"],
                 content["data_fingerprint"],
                 content["images"],
+                content["form"],
                 _accuracy(content["reference"]) if content["reference"] else None,
                 [SweepPoint(**{**point, "accuracy": _accuracy(point["accuracy"])}) for point in content["points"]],
             )
@@ -111,6 +121,8 @@ def sweep(
     activations: int | None = 4,
     *,
     bits: Sequence[str] | None = None,
+    auto: bool = False,
+    form: Form = "fold",
     images: int | None = None,
     resume: Sweep | None = None,
     on_point: Callable[[Sweep], None] | None = None,
@@ -118,39 +130,61 @@ def sweep(
 ) -> Sweep:
     """Measure accuracy and layer errors for each α, without smoothing, and in float.
 
-    ``bits`` sweeps several widths (``["W8A8", "W4A4"]``) in place of ``weights`` and ``activations``. Points that
-    ``resume`` has are not measured again; ``on_point`` is called after each new one, with all there is so far.
-    Ranges are the calibration's maxima, which smoothing rescales exactly: the data is not run through again.
+    ``bits`` sweeps several widths (``["W8A8", "W4A4"]``) in place of ``weights`` and ``activations``; ``auto`` adds α
+    by layer, without and with clipped ranges. Points that ``resume`` has are not measured again; ``on_point`` is
+    called after each new one, with all there is so far. Every smoothed network is proven equivalent on the first of
+    ``batches``. Ranges are the calibration's maxima, which smoothing rescales exactly, and layer errors come from its
+    sample: the calibration data is not run through again.
     """
     widths = [Bits.parse(text) for text in bits] if bits else [Bits(weights, activations)]
     check_plan(alphas, [str(width) for width in widths], images)
     calibration.check(model)
-    result = Sweep(calibration.model_fingerprint, calibration.data_fingerprint, images)
+    result = Sweep(calibration.model_fingerprint, calibration.data_fingerprint, images, form)
     if resume is not None and resume.measured_on == result.measured_on:
         result = resume
     labelled_batches = limited(labelled_batches, images)
-    plan = [(alpha, width) for alpha in (None, *alphas) for width in widths if not result.find(str(width), alpha)]
+    candidates: list[Alpha] = [None, *alphas, *(AUTO if auto else ())]
+    plan = [(alpha, width) for alpha in candidates for width in widths if not result.find(str(width), alpha)]
     if not plan and result.reference is not None:
         return result
     float_answers = evaluate(model, labelled_batches, progress="float" if progress else None)
-    result.reference = Accuracy(top1=float_answers.top1, interval=float_answers.interval, n=float_answers.n)
-    smoothed_alpha, source, statistics = None, model, calibration
+    result.reference = Accuracy.of(float_answers)
+    smoothed: Smoothed | None = None
     for alpha, width in tqdm(plan, "sweep", unit="point", disable=not progress):
-        if alpha != smoothed_alpha:
-            smoothed = smooth(model, calibration, alpha)
-            smoothed_alpha, source, statistics = alpha, smoothed.model, smoothed.calibration
+        if alpha is None or isinstance(alpha, str) or smoothed is None or smoothed.alpha != alpha:
+            smoothed = _smoothed(model, calibration, alpha, width, form, batches)
+        source, statistics = (smoothed.model, smoothed.calibration) if smoothed else (model, calibration)
         quantized = quantize_by(Scheme(bits=width), source, statistics, observer="max").model
         answers = evaluate(quantized, labelled_batches)
-        errors = layer_errors(model, quantized, batches, max_batches=_ERROR_BATCHES, accumulated=False)
         result.points.append(
             SweepPoint(
                 bits=str(width),
                 alpha=alpha,
-                accuracy=Accuracy(top1=answers.top1, interval=answers.interval, n=answers.n),
+                accuracy=Accuracy.of(answers),
                 changed=answers.against(float_answers).changed,
-                layer_l1={name: error.isolated.l1 for name, error in errors.items()},
+                layer_l1=sampled_errors(model, calibration, width.weights, width.activations, smoothed),
             )
         )
         if on_point is not None:
             on_point(result)
     return result
+
+
+def _smoothed(
+    model: nn.Module, calibration: Calibration, alpha: Alpha, width: Bits, form: Form, batches: Batches
+) -> Smoothed | None:
+    if alpha is None:
+        return None
+    if not isinstance(alpha, str):
+        return smooth(model, calibration, alpha, form=form, batches=batches, proof_batches=1)
+    return smooth(
+        model,
+        calibration,
+        "auto",
+        form=form,
+        weights=width.weights,
+        activations=width.activations,
+        clip=alpha == "auto+clip",
+        batches=batches,
+        proof_batches=1,
+    )

@@ -43,7 +43,8 @@ def test_statistics_equal_those_of_all_inputs_kept(
     np.testing.assert_array_equal(layer.minimum.numpy(), x.min(others))
     np.testing.assert_array_equal(layer.maximum.numpy(), x.max(others))
     assert layer.histogram is not None
-    counts, _ = np.histogram(x.astype(np.float64), bins=layer.histogram.edges.numpy())
+    counted = x[..., 1::2, :] if x.ndim == 4 and x.shape[2] > 6 else x  # at most six rows of a map
+    counts, _ = np.histogram(counted.astype(np.float64), bins=layer.histogram.edges.numpy())
     np.testing.assert_array_equal(layer.histogram.counts.numpy(), counts)
 
 
@@ -196,13 +197,13 @@ def test_training_afterwards_is_possible(small_network: nn.Module, small_batches
     assert torch.equal(scale.grad, layer.activation_absmax)
 
 
-def test_histograms_of_large_maps_count_eight_rows_whatever_the_batches() -> None:
+def test_histograms_of_large_maps_count_six_rows_whatever_the_batches() -> None:
     x = torch.randn(5, 3, 40, 20, generator=torch.Generator().manual_seed(0))
     model = nn.Conv2d(3, 1, 1)
     whole = calibrate(model, [x], observer="mse").layers[""]
     split = calibrate(model, x.split(2), observer="mse").layers[""]
     assert whole.histogram is not None and split.histogram is not None
-    counts, _ = np.histogram(x[:, :, 2::5].double().numpy(), bins=whole.histogram.edges.numpy())
+    counts, _ = np.histogram(x[:, :, 3::7].double().numpy(), bins=whole.histogram.edges.numpy())
     np.testing.assert_array_equal(whole.histogram.counts.numpy(), counts)
     assert torch.equal(split.histogram.counts, whole.histogram.counts)
     assert torch.equal(whole.activation_absmax, x.abs().amax((0, 2, 3)))

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ptq import channels
+from ptq.attention import splitting_attention
 from ptq.batches import Batches, Call, calls
 from ptq.batchnorm import FoldedBatchNorm
 from ptq.errors import MismatchError
 from ptq.hooks import attached, evaluating
+from ptq.smoothing.modules import folding_of
 
 _HELD_BYTES = 64 * 2**20  # float outputs that wait for their quantized counterparts
 
@@ -87,6 +89,28 @@ class _Comparison:
     alone: list[Tensor] = field(default_factory=list)  # its output on float inputs
     expected: list[Tensor] = field(default_factory=list)  # the float network's outputs, oldest first
     ran: bool = False
+    input_factor: Tensor | None = None  # what smoothing divided its input by, somewhere else
+    output_factor: Tensor | None = None
+
+    def undo_folding(self, *, behind_batchnorm: bool) -> None:
+        notes = folding_of(self.layer)
+        if notes is not None:
+            self.input_factor = notes.input
+            self.output_factor = notes.output if notes.behind_batchnorm == behind_batchnorm else None
+
+    def run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The layer's output on what the float network's layer reads."""
+        if self.input_factor is not None:
+            x = args[0] if args else kwargs["input"]
+            scaled = x / channels.over_inputs(self.input_factor, channels.channel_axis(self.layer), x)
+            args, kwargs = ((scaled, *args[1:]), kwargs) if args else (args, {**kwargs, "input": scaled})
+        output: Tensor = self.layer(*args, **kwargs)
+        return self.in_original_scale(output)
+
+    def in_original_scale(self, output: Tensor) -> Tensor:
+        if self.output_factor is None:
+            return output
+        return output * channels.over_inputs(self.output_factor, channels.channel_axis(self.layer), output)
 
 
 def layer_errors(
@@ -94,15 +118,17 @@ def layer_errors(
 ) -> dict[str, LayerError]:
     """Compare a quantized network with the float one it was made from, layer by layer.
 
-    A layer that took over a BatchNorm is compared behind that BatchNorm. ``accumulated=False`` leaves out the run
-    of the whole quantized network.
+    A layer that took over a BatchNorm is compared behind that BatchNorm, one whose channels were scaled by smoothing
+    in the channels' original scale. ``accumulated=False`` leaves out the run of the whole quantized network.
     """
     comparisons = {name: _Comparison(layer) for name, layer in channels.layers_of(quantized)}
     # Where the float network has what a quantized layer returns: at the layer, or behind its folded BatchNorm.
     places = {name: name for name in comparisons} | {
         module.into: name for name, module in quantized.named_modules() if isinstance(module, FoldedBatchNorm)
     }
-    with torch.inference_mode(), evaluating(model, quantized):
+    for name, comparison in comparisons.items():
+        comparison.undo_folding(behind_batchnorm=places[name] != name)
+    with torch.inference_mode(), evaluating(model, quantized), splitting_attention(model):
         for call in calls(batches, model, max_batches):
             for part in _parts(call, model, places):
                 with attached(_float_hooks(model, comparisons, places, hold=accumulated)):
@@ -122,7 +148,7 @@ def _float_hooks(
 ) -> Iterator[Any]:
     def run_alone(comparison: _Comparison) -> Callable[..., None]:
         def hook(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            comparison.alone.append(comparison.layer(*args, **kwargs))
+            comparison.alone.append(comparison.run_alone(args, kwargs))
 
         return hook
 
@@ -145,7 +171,10 @@ def _float_hooks(
 
 def _quantized_hooks(comparisons: dict[str, _Comparison]) -> Iterator[Any]:
     def compare(comparison: _Comparison) -> Callable[..., None]:
-        return lambda layer, args, output: comparison.accumulated.add(comparison.expected.pop(0), output)
+        def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
+            comparison.accumulated.add(comparison.expected.pop(0), comparison.in_original_scale(output))
+
+        return hook
 
     for comparison in comparisons.values():
         yield comparison.layer.register_forward_hook(compare(comparison))

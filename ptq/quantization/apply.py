@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ptq import channels
+from ptq.attention import split_attention
 from ptq.batchnorm import fold_batchnorms
 from ptq.calibration import Calibration
 from ptq.errors import InputError, MismatchError
@@ -63,6 +64,7 @@ class Quantized:
         return quantized
 
     def _prepare(self) -> None:
+        split_attention(self.model)
         fold_batchnorms(self.model, self.batchnorms)
         layers = dict(channels.layers_of(self.model))
         for name, bits in self.bits.items():
@@ -111,6 +113,8 @@ def quantize(
 
 def quantize_by(scheme: Scheme, model: nn.Module, calibration: Calibration, observer: str | None = None) -> Quantized:
     """Quantize a copy of the model as the scheme says."""
+    model = copy.deepcopy(model)
+    split_attention(model)
     layers = dict(channels.layers_of(model))
     if any(is_quantized(layer) for layer in layers.values()):
         raise InputError("the model is quantized already: quantize the float model")
@@ -122,7 +126,7 @@ def quantize_by(scheme: Scheme, model: nn.Module, calibration: Calibration, obse
         if reason:
             raise InputError(f"{name}: can't be quantized, {reason}; or exclude it")
     quantized = Quantized(
-        model=copy.deepcopy(model),
+        model=model,
         scheme=scheme,
         bits=assigned,
         observer=checked_observer(observer or calibration.observer),
@@ -130,7 +134,6 @@ def quantize_by(scheme: Scheme, model: nn.Module, calibration: Calibration, obse
         batchnorms=dict(calibration.batchnorms) if scheme.fold_batchnorm else {},
     )
     quantized._prepare()
-    copies = dict(channels.layers_of(quantized.model))
     for name, layer_bits in assigned.items():
-        quantize_layer(copies[name], layer_bits, calibration.layers[name], quantized.observer)
+        quantize_layer(layers[name], layer_bits, calibration.layers[name], quantized.observer)
     return quantized

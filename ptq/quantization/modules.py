@@ -68,7 +68,7 @@ def prepare_layer(layer: channels.Layer, bits: Bits, *, symmetric: bool) -> None
     device = layer.weight.device
     layer.quantized_to = str(bits)  # type: ignore[assignment]
     if bits.weights is not None and not bits.weight_format:
-        layer.register_buffer("weight_scale", torch.ones(_outputs(layer), device=device))
+        layer.register_buffer("weight_scale", torch.ones(channels.output_channels(layer), device=device))
     if bits.activation_format:
         layer.add_module(ATTRIBUTE, FormatQuantize(bits.activation_format))
     elif bits.activations is not None:
@@ -84,7 +84,8 @@ def quantize_layer(layer: channels.Layer, bits: Bits, statistics: LayerStatistic
         layer.weight.copy_(read_format(bits.weight_format).fake(layer.weight))
     elif bits.weights is not None:
         weight = layer.weight
-        scale = affine.symmetric_scale(channels.output_absmax(weight, layer), bits.weights)  # [O]
+        absmax = channels.output_absmax(weight, layer) * statistics.weight_clip
+        scale = affine.symmetric_scale(absmax, bits.weights)  # [O]
         layer.weight_scale.copy_(scale)  # type: ignore[operator]
         spread = channels.over_outputs(scale, weight, layer)
         first, last = affine.code_range(bits.weights, symmetric=True)
@@ -93,7 +94,3 @@ def quantize_layer(layer: channels.Layer, bits: Bits, statistics: LayerStatistic
         quantizer = layer.get_submodule(ATTRIBUTE)
         assert isinstance(quantizer, FakeQuantize)
         quantizer.set_range(*statistics.range(observer, bits.activations))
-
-
-def _outputs(layer: channels.Layer) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ptq.storage import replacing
-from ptq.sweeping import Sweep
+from ptq.sweeping import AUTO, Sweep
 
 # Okabe and Ito's palette, without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -59,6 +59,13 @@ def _draw_curve(axes: Any, sweep: Sweep, bits: str, colour: str) -> None:
     lows, highs = zip(*(point.accuracy.interval for point in curve), strict=True)
     axes.fill_between(alphas, lows, highs, color=colour, alpha=0.15, linewidth=0)
     axes.plot(best.alpha, best.accuracy.top1, "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.5)
+    for alpha, style in zip(AUTO, (":", "-."), strict=True):
+        point = sweep.find(bits, alpha)
+        if point is not None:
+            label = (
+                f"{bits} {'α by layer' if alpha == 'auto' else 'α and clipping by layer'}: {point.accuracy.top1:.2f} %"
+            )
+            axes.axhline(point.accuracy.top1, color=colour, linestyle=style, linewidth=1.2, label=label)
     plain = sweep.find(bits, None)
     if plain is not None:
         top1 = plain.accuracy.top1

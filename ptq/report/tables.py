@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from ptq.calibration import Calibration
+from ptq.evaluation.metrics import METRICS
 from ptq.quantization import Quantized
 from ptq.run import Row
 from ptq.smoothing import Smoothed
-from ptq.sweeping import Accuracy, Sweep
+from ptq.sweeping import AUTO, Accuracy, Sweep
 
 _OUTLIER = 5.0  # a channel this many times the median costs the others more than two bits
 
@@ -54,11 +55,18 @@ def ledger_table(smoothed: Smoothed) -> Table:
             f"equivalent on {proof.samples} samples: the output differs by {proof.output:.1e}, the worst layer "
             f"({proof.worst_layer}) by {proof.worst_layer_difference:.1e} of its largest value"
         )
-    title = f"α = {smoothed.alpha:g}: {counts}"
-    table = plain_table(title, "layer", "kind", "action", "absmax", "smoothed", "why", caption=caption)
+    title = f"{smoothed.title}: {counts}"
+    table = plain_table(title, "layer", "kind", "α", "absmax", "smoothed", "action", caption=caption)
+    table.columns[-1].justify = "left"
     for entry in smoothed.ledger:
-        before, after = ("" if x is None else f"{x:.3g}" for x in (entry.absmax_before, entry.absmax_after))
-        table.add_row(entry.layer, entry.kind, entry.action, before, after, entry.reason)
+        alpha, before, after = (
+            "" if x is None else f"{x:.3g}" for x in (entry.alpha, entry.absmax_before, entry.absmax_after)
+        )
+        shared = f", shared with {len(entry.shared_with)} more" if entry.shared_with else ""
+        cells = entry.layer, entry.kind, alpha, before, after
+        for column, cell in zip(table.columns, cells, strict=False):
+            column.min_width = max(column.min_width or len(str(column.header)), len(cell))  # the last one gives way
+        table.add_row(*cells, f"{entry.action}{':' if entry.action != 'folded' else ''} {entry.reason}{shared}")
     return table
 
 
@@ -77,17 +85,22 @@ def quantized_table(quantized: Quantized, kinds: Calibration) -> Table:
 
 
 def accuracy_table(rows: Sequence[Row]) -> Table:
+    """The metric that the task is judged by with its interval, a second one, and what changed from float."""
     reference = rows[0].evaluation
+    metric = reference.metric
+    second = "top5" if metric == "top1" else "top1"
     table = plain_table(
-        f"{reference.n} images; intervals are 95 %",
-        "network", "top-1", "interval", "top-5", "changed", "right → wrong", "wrong → right",
+        f"{reference.n} samples; intervals are 95 %",
+        "network", METRICS[metric].title, "interval", METRICS[second].title, "changed", "right → wrong",
+        "wrong → right",
     )  # fmt: skip
     for row in rows:
         result = row.evaluation
         paired = result.against(reference)
         cells = [str(paired.changed), str(paired.lost), str(paired.gained)] if row.errors is not None else [""] * 3
-        low, high = result.interval
-        table.add_row(row.name, f"{result.top1:.2f}", f"{low:.2f} … {high:.2f}", f"{result.top5:.2f}", *cells)
+        low, high = result.score_interval(metric)
+        scores = f"{result.score(metric):.2f}", f"{low:.2f} … {high:.2f}", f"{result.score(second):.2f}"
+        table.add_row(row.name, *scores, *cells)
     return table
 
 
@@ -114,13 +127,15 @@ def sweep_table(sweep: Sweep) -> Table:
     assert sweep.reference is not None
     table = plain_table(
         f"float {_with_interval(sweep.reference)} on {sweep.reference.n} images",
-        "bits", "not smoothed", "best α", "smoothed", "gain",
+        "bits", "not smoothed", "best α", "smoothed", "gain", "α by layer", "and clipped",
     )  # fmt: skip
     for bits in sweep.bits:
         plain, best = sweep.find(bits, None), sweep.best(bits)
         gain = f"{best.accuracy.top1 - plain.accuracy.top1:+.2f}" if plain else ""
         none = _with_interval(plain.accuracy) if plain else ""
-        table.add_row(bits, none, f"{best.alpha:g}", _with_interval(best.accuracy), gain)
+        by_layer = (sweep.find(bits, alpha) for alpha in AUTO)
+        scores = (f"{point.accuracy.top1:.2f}" if point else "" for point in by_layer)
+        table.add_row(bits, none, f"{best.alpha:g}", _with_interval(best.accuracy), gain, *scores)
     return table
 
 

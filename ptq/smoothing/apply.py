@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptq import channels
+from ptq.attention import split_attention, splitting_attention
 from ptq.batches import Batches
 from ptq.batchnorm import folded_parameters
 from ptq.calibration import Calibration, LayerStatistics, calibrate
 from ptq.errors import InputError, MismatchError
-from ptq.smoothing.factors import checked_alpha, smoothing_factor
-from ptq.smoothing.modules import attach_scaling, is_smoothed, smooth_layer
+from ptq.graph import ChannelGraph
+from ptq.smoothing.factors import checked_alpha
+from ptq.smoothing.fold import replace_module, write_factors
+from ptq.smoothing.modules import ATTRIBUTE, NOTES, ChannelClamp, Undo, attach_notes, attach_scaling, is_smoothed
 from ptq.smoothing.proof import Proof, prove_equivalence
+from ptq.smoothing.search import Choice, Member, output_l1, search_group, shared_factors
 from ptq.storage import fingerprint, load_state, read_tensors, write_tensors
 
-SCHEMA = 1
+SCHEMA = 2
+Alpha: TypeAlias = float | Literal["auto"]
+Form: TypeAlias = Literal["fold", "hook"]
+Explicit: TypeAlias = Literal["allow", "never"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,10 @@ class LedgerEntry:
 
     layer: str
     kind: str
-    action: str  # "explicit": its input is divided at run time; "skipped"
+    action: str  # "folded": free at run time; "explicit": its input is divided at run time; "skipped"
     reason: str
+    alpha: float | None = None
+    shared_with: tuple[str, ...] = ()  # layers that have the factor in common
     absmax_before: float | None = None  # of its input
     absmax_after: float | None = None
 
@@ -42,18 +52,23 @@ class Smoothed:
 
     model: nn.Module
     calibration: Calibration  # of the smoothed model: no second pass over the data was needed
-    factors: dict[str, Tensor]
+    factors: dict[str, Tensor]  # what each layer's input is divided by, in all
     ledger: list[LedgerEntry]
-    alpha: float
+    alpha: Alpha
     proof: Proof | None = None
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    curves: dict[str, dict[float | None, float]] = field(default_factory=dict)  # layer → α (None: none) → error
+    _undo: Undo = field(default_factory=Undo)
+
+    @property
+    def title(self) -> str:
+        """``α = 0.5`` or ``α by layer``."""
+        return "α by layer" if self.alpha == "auto" else f"α = {self.alpha:g}"
 
     def undo(self) -> nn.Module:
         """Take the smoothing back, bit for bit, and return the model."""
         if not self._undo:
             raise InputError("there is no smoothing to take back: it was undone before, or loaded from a file")
-        while self._undo:
-            self._undo.pop()()
+        self._undo.run()
         return self.model
 
     def save(self, path: str | Path) -> None:
@@ -63,78 +78,128 @@ class Smoothed:
             "model": self.calibration.model_fingerprint,
             "ledger": [asdict(entry) for entry in self.ledger],
             "proof": asdict(self.proof) if self.proof else None,
+            "clamps": {
+                name: module.axis for name, module in self.model.named_modules() if isinstance(module, ChannelClamp)
+            },
         }
-        write_tensors(Path(path), "smoothed model", self.model.state_dict(), metadata)
+        factors = {f"{_FACTORS}{name}": factor for name, factor in self.factors.items()}
+        write_tensors(Path(path), "smoothed model", self.model.state_dict() | factors, metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, calibration: Calibration) -> Smoothed:
         """Rebuild what ``save`` wrote from the original model; the calibration is that of the smoothed model."""
-        state, metadata = read_tensors(Path(path), "smoothed model", SCHEMA)
-        ending = ".smoothing.factor"
-        factors = {key.removesuffix(ending): value for key, value in state.items() if key.endswith(ending)}
+        tensors, metadata = read_tensors(Path(path), "smoothed model", SCHEMA)
+        factors = {key.removeprefix(_FACTORS): value for key, value in tensors.items() if key.startswith(_FACTORS)}
+        state = {key: value for key, value in tensors.items() if not key.startswith(_FACTORS)}
         smoothed = copy.deepcopy(model)
+        split_attention(smoothed)
         layers = dict(channels.layers_of(smoothed))
         for name, factor in factors.items():
             if name not in layers or channels.input_channels(layers[name]) != len(factor):
                 raise MismatchError(f"{path}: {name} doesn't fit this model: run `ptq smooth` with it again")
-            attach_scaling(layers[name], factor)
+        for name, layer in layers.items():
+            if f"{name}.{ATTRIBUTE}.factor" in state:
+                attach_scaling(layer, factors[name])
+            if f"{name}.{NOTES}.input" in state:
+                attach_notes(layer, behind_batchnorm=name in calibration.batchnorms)
+        for name, axis in metadata["clamps"].items():
+            replace_module(smoothed, name, ChannelClamp(state[f"{name}.low"], state[f"{name}.high"], axis))
         load_state(smoothed, state, path)
         calibration.check(smoothed)
         return cls(
             model=smoothed,
             calibration=calibration,
             factors=factors,
-            ledger=[LedgerEntry(**entry) for entry in metadata["ledger"]],
+            ledger=[
+                LedgerEntry(**{**entry, "shared_with": tuple(entry["shared_with"])}) for entry in metadata["ledger"]
+            ],
             alpha=metadata["alpha"],
             proof=Proof(**metadata["proof"]) if metadata["proof"] else None,
         )
 
 
+_FACTORS = "factors/"  # keys of a file, beside those of the state dict
+
+
 def smooth(
     model: nn.Module,
     calibration: Calibration,
-    alpha: float = 0.5,
+    alpha: Alpha = 0.5,
     *,
+    form: Form = "fold",
+    explicit: Explicit = "allow",
+    weights: int | None = 8,
+    activations: int | None = 8,
+    clip: bool = False,
     batches: Batches | None = None,
     proof_batches: int = 2,
 ) -> Smoothed:
-    """Smooth a copy of the model: ``X / s`` by a pre-hook, ``W · s`` in the weights, for every layer that ran.
+    """Smooth a copy of the model: divide what its layers read by s, multiply their weights by s.
+
+    In the form ``fold`` the division goes into whatever produces a tensor and costs nothing at run time; layers that
+    read one tensor share their factors. Where that is impossible, ``explicit="allow"`` divides in a hook in front of
+    the layer, and ``"never"`` leaves the layer as it is. The form ``hook`` divides in front of every layer.
+
+    ``alpha="auto"`` chooses α, or none, for each group of layers that share a factor by the error of the layers'
+    outputs at these numbers of bits, on rows sampled by the calibration; ``clip`` also chooses how much of the range
+    of activations and weights is kept.
 
     With ``batches`` the equivalence is proven on the first ``proof_batches`` of them, and a calibration with
     histograms gets new ones (a histogram of the whole tensor can't be rescaled channel by channel).
     """
-    checked_alpha(alpha)
+    check_smoothing(alpha, form, explicit, clip=clip)
     if any(is_smoothed(layer) for _, layer in channels.layers_of(model)):
         raise InputError("the model is smoothed already: undo() it first, or smooth the original")
     calibration.check(model)
     smoothed = copy.deepcopy(model)
-    factors: dict[str, Tensor] = {}
-    ledger: list[LedgerEntry] = []
-    undo: list[Callable[[], None]] = []
+    split_attention(smoothed)
+    graph = calibration.graph if form == "fold" else ChannelGraph(batchnorms=calibration.batchnorms)
+    layers = dict(channels.layers_of(smoothed))
     owners = channels.weight_owners(smoothed)
-    for name, layer in channels.layers_of(smoothed):
-        kind = channels.kind_of(layer)
-        reason = _reason_to_skip(calibration.layers.get(name)) or channels.why_fixed(name, layer, owners)
-        if reason:
-            ledger.append(LedgerEntry(name, kind, "skipped", reason))
+    skipped = {
+        name: reason
+        for name, layer in layers.items()
+        if (reason := _reason_to_skip(calibration.layers.get(name)) or channels.why_fixed(name, layer, owners))
+    }
+    folded = torch.ones(1 + max((int(classes.max()) for classes in graph.readers.values()), default=0))
+    factors: dict[str, Tensor] = {}
+    chosen: dict[str, Choice] = {}
+    groups = list(_groups(layers, graph, skipped, explicit=explicit == "allow"))
+    for group in groups:
+        members = [_member(smoothed, name, layers[name], calibration, graph) for name in group]
+        choice = _choice(members, alpha, weights, activations, clip=clip)
+        chosen |= dict.fromkeys(group, choice)
+        if choice.alpha is None:
             continue
-        statistics = calibration.layers[name]
-        weight = _weight_to_quantize(smoothed, layer, calibration.batchnorms.get(name))
-        factor = smoothing_factor(statistics.activation_absmax, channels.weight_absmax(weight, layer).cpu(), alpha)
-        undo.append(smooth_layer(layer, factor))
-        factors[name] = factor
-        after = float((statistics.activation_absmax / factor).max())
-        before = float(statistics.activation_absmax.max())
-        ledger.append(LedgerEntry(name, kind, "explicit", "its input is divided by a pre-hook", before, after))
-    if not factors:
+        for name, member, factor in zip(group, members, shared_factors(members, choice.alpha), strict=True):
+            factors[name] = factor
+            if graph.foldable(name):
+                folded[member.classes] = factor
+    for name, classes in graph.readers.items():  # what arrives scaled has to be made good, smoothed or not
+        if name not in factors and bool((folded[classes] != 1).any()):
+            factors[name] = folded[classes]
+    undo = write_factors(smoothed, graph, folded, factors)
+    ledger = [
+        _entry(name, layer, calibration, graph, skipped.get(name), chosen.get(name), factors.get(name), groups)
+        for name, layer in layers.items()
+    ]
+    if alpha != "auto" and not factors:
         reasons = "; ".join(f"{entry.layer}: {entry.reason}" for entry in ledger[:3])
         raise InputError(f"no layer was smoothed ({reasons})")
     proof = None
-    rescaled = _rescaled(calibration, factors, smoothed)
+    rescaled = _rescaled(calibration, factors, chosen, smoothed)
     if batches is not None:
-        proof = prove_equivalence(model, smoothed, batches, limit=proof_batches)
+        proof = prove_equivalence(
+            model,
+            smoothed,
+            batches,
+            limit=proof_batches,
+            output_factors={name: folded[classes] for name, classes in graph.producers.items()},
+        )
         if any(layer.histogram is not None for layer in calibration.layers.values()):
-            rescaled = calibrate(smoothed, batches, calibration.observer, calibration.batches)
+            rescaled = _with_histograms(
+                rescaled, calibrate(smoothed, batches, calibration.observer, calibration.batches)
+            )
     return Smoothed(
         model=smoothed,
         calibration=rescaled,
@@ -142,8 +207,118 @@ def smooth(
         ledger=ledger,
         alpha=alpha,
         proof=proof,
+        curves={name: {a: errors[name] for a, errors in choice.curve.items()} for name, choice in chosen.items()},
         _undo=undo,
     )
+
+
+def sampled_errors(
+    model: nn.Module,
+    calibration: Calibration,
+    weights: int | None,
+    activations: int | None,
+    smoothed: Smoothed | None = None,
+) -> dict[str, float]:
+    """The relative L1 error of what each layer computes by itself, on the rows that the calibration sampled.
+
+    ``model`` and ``calibration`` are those before smoothing. No data is run: a layer is a few small matrix products.
+    """
+    errors = {}
+    with splitting_attention(model):
+        for name, layer in channels.layers_of(model):
+            if name not in calibration.layers:
+                continue
+            statistics = (smoothed.calibration if smoothed else calibration).layers[name]
+            factor = smoothed.factors.get(name) if smoothed else None
+            errors[name] = output_l1(
+                _member(model, name, layer, calibration, ChannelGraph()),
+                torch.ones(statistics.channels) if factor is None else factor,
+                weights,
+                activations,
+                statistics.activation_clip,
+                statistics.weight_clip,
+            )
+    return errors
+
+
+def check_smoothing(alpha: float | str, form: str, explicit: str, *, clip: bool) -> None:
+    """Refuse what can't be smoothed, before any work is done."""
+    if alpha != "auto":
+        checked_alpha(alpha)  # type: ignore[arg-type]
+        if clip:
+            raise InputError("clip: ratios are searched together with α: use alpha='auto'")
+    if form not in get_args(Form):
+        raise InputError(f"form = {form!r}: choose fold or hook")
+    if explicit not in get_args(Explicit):
+        raise InputError(f"explicit = {explicit!r}: choose allow or never")
+    if form == "hook" and explicit == "never":
+        raise InputError("form 'hook' divides explicitly in front of every layer: it can't be never")
+
+
+def _groups(
+    layers: dict[str, channels.Layer], graph: ChannelGraph, skipped: dict[str, str], *, explicit: bool
+) -> Iterator[list[str]]:
+    """Layers whose factors are chosen together: those that share classes, and each other layer by itself."""
+    for group in graph.groups():
+        if any(name not in skipped for name in group):
+            yield group
+    if explicit:
+        yield from ([name] for name in layers if name not in skipped and not graph.foldable(name))
+
+
+def _member(
+    model: nn.Module, name: str, layer: channels.Layer, calibration: Calibration, graph: ChannelGraph
+) -> Member:
+    statistics = calibration.layers[name]
+    rows = statistics.rows if statistics.rows is not None else torch.empty(0, statistics.channels, 1)
+    return Member(
+        name=name,
+        layer=layer,
+        weight=_weight_to_quantize(model, layer, calibration.batchnorms.get(name)),
+        rows=rows,
+        minimum=statistics.minimum,
+        maximum=statistics.maximum,
+        activation_absmax=statistics.activation_absmax,
+        classes=graph.readers[name] if graph.foldable(name) else torch.arange(statistics.channels),
+    )
+
+
+def _choice(
+    members: Sequence[Member], alpha: Alpha, weights: int | None, activations: int | None, *, clip: bool
+) -> Choice:
+    if alpha == "auto":
+        return search_group(members, weights, activations, clip=clip)
+    whole = {member.name: 1.0 for member in members}
+    return Choice(alpha=alpha, activation_clips=whole, weight_clips=whole, error=float("nan"), curve={})
+
+
+def _entry(
+    name: str,
+    layer: channels.Layer,
+    calibration: Calibration,
+    graph: ChannelGraph,
+    skipped: str | None,
+    choice: Choice | None,
+    factor: Tensor | None,
+    groups: Sequence[Sequence[str]],
+) -> LedgerEntry:
+    kind = channels.kind_of(layer)
+    why_not_folded = graph.reasons.get(name, "the hook form was asked for")
+    if factor is None or not bool((factor != 1).any()):
+        if skipped is None and choice is None:
+            skipped = f"can't be folded: {why_not_folded}"
+        return LedgerEntry(name, kind, "skipped", skipped or "no α lowers its error")
+    before = calibration.layers[name].activation_absmax
+    ranges = float(before.max()), float((before / factor).max())
+    alpha = choice.alpha if choice else None
+    if not graph.foldable(name) and choice is not None and choice.alpha is not None:
+        return LedgerEntry(name, kind, "explicit", why_not_folded, alpha, (), *ranges)
+    group = next((tuple(other for other in group if other != name) for group in groups if name in group), ())
+    return LedgerEntry(name, kind, "folded", f"into {_listing(graph.sources(name))}", alpha, group, *ranges)
+
+
+def _listing(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _weight_to_quantize(model: nn.Module, layer: channels.Layer, batchnorm_name: str | None) -> Tensor:
@@ -165,25 +340,40 @@ def _reason_to_skip(statistics: LayerStatistics | None) -> str | None:
     return None
 
 
-def _rescaled(calibration: Calibration, factors: dict[str, Tensor], smoothed: nn.Module) -> Calibration:
-    """The statistics after smoothing: ranges divided by s, weights measured again; histograms don't survive."""
-    weights = dict(channels.layers_of(smoothed))
+def _rescaled(
+    calibration: Calibration, factors: dict[str, Tensor], chosen: dict[str, Choice], smoothed: nn.Module
+) -> Calibration:
+    """The statistics after smoothing: ranges and rows divided by s, weights measured again; no histograms."""
+    layers = dict(channels.layers_of(smoothed))
 
     def rescale(name: str, statistics: LayerStatistics) -> LayerStatistics:
-        statistics = replace(statistics, histogram=None)
-        if name not in factors:
-            return statistics
-        minimum, maximum = statistics.minimum / factors[name], statistics.maximum / factors[name]
+        factor = factors.get(name, torch.ones(statistics.channels))
+        minimum, maximum = statistics.minimum / factor, statistics.maximum / factor
+        choice = chosen.get(name)
         return replace(
             statistics,
             minimum=minimum,
             maximum=maximum,
             activation_absmax=channels.absmax_of(minimum, maximum),
-            weight_absmax=channels.weight_absmax(weights[name].weight, weights[name]).float().cpu(),
+            weight_absmax=channels.weight_absmax(layers[name].weight, layers[name]).float().cpu(),
+            histogram=None,
+            rows=None if statistics.rows is None else (statistics.rows / factor[:, None]).half(),
+            activation_clip=choice.activation_clips[name] if choice else 1.0,
+            weight_clip=choice.weight_clips[name] if choice else 1.0,
         )
 
     return replace(
         calibration,
         layers={name: rescale(name, statistics) for name, statistics in calibration.layers.items()},
         model_fingerprint=fingerprint(smoothed),
+    )
+
+
+def _with_histograms(calibration: Calibration, collected: Calibration) -> Calibration:
+    return replace(
+        calibration,
+        layers={
+            name: replace(statistics, histogram=collected.layers[name].histogram)
+            for name, statistics in calibration.layers.items()
+        },
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ptq import channels
+from ptq.attention import split_attention
 from ptq.batches import Batches, Call, calls
 from ptq.errors import EquivalenceError
 from ptq.hooks import attached, evaluating
@@ -28,19 +29,32 @@ class Proof:
     worst_layer_difference: float
 
 
-def prove_equivalence(original: nn.Module, rewritten: nn.Module, batches: Batches, *, limit: int = 2) -> Proof:
+def prove_equivalence(
+    original: nn.Module,
+    rewritten: nn.Module,
+    batches: Batches,
+    *,
+    limit: int = 2,
+    output_factors: Mapping[str, Tensor] | None = None,
+) -> Proof:
     """Compare two networks on a few batches; raises with the first layer that differs.
 
     The measure is ``max|y - y'| / max|y|`` for each layer's output, in float64 arithmetic, which keeps the
-    accumulation of rounding errors out of the verdict.
+    accumulation of rounding errors out of the verdict. ``output_factors`` are what the rewriting divided the output
+    channels of layers by.
     """
     original, rewritten = copy.deepcopy(original).double(), copy.deepcopy(rewritten).double()
+    split_attention(original)
+    axes = {name: channels.channel_axis(layer) for name, layer in channels.layers_of(original)}
     samples, output, worst = 0, 0.0, ("", 0.0)
     with torch.inference_mode(), evaluating(original, rewritten):
         for call in calls(batches, original, limit):
             call = call.first(_SAMPLES_PER_BATCH).double()
             expected, found = _outputs(original, call), _outputs(rewritten, call)
             for (name, y), (_, rewritten_y) in zip(expected, found, strict=True):
+                if output_factors and name in output_factors:
+                    factor = output_factors[name].to(rewritten_y)
+                    rewritten_y = rewritten_y * channels.over_inputs(factor, axes[name], rewritten_y)
                 difference = _difference(y, rewritten_y)
                 if not difference <= TOLERANCE:  # true for NaN too
                     where = f"{name}: first layer that differs" if name else "the output differs"

@@ -14,7 +14,6 @@ import ptq
 from ptq.errors import EquivalenceError, InputError, MismatchError
 from ptq.smoothing.modules import InputScaling
 from ptq.smoothing.proof import prove_equivalence
-from ptq.vision import torchvision
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
@@ -27,17 +26,6 @@ def test_the_function_is_unchanged(alpha: float, small_network: nn.Module, small
             expected = small_network(batch)
             difference = (smoothed.model(batch) - expected).abs().max() / expected.abs().max()
             assert difference < 1e-5
-
-
-@pytest.mark.parametrize("name", ["mobilenet_v2", "resnext50_32x4d", "shufflenet_v2_x0_5"])
-def test_real_networks(name: str, random_batchnorms) -> None:
-    torch.manual_seed(0)
-    model = random_batchnorms(torchvision("models").get_model(name, weights=None))
-    batches = [torch.randn(2, 3, 64, 64)]
-    smoothed = ptq.smooth(model, ptq.calibrate(model, batches), 0.5, batches=batches)
-    assert smoothed.proof is not None and smoothed.proof.output < 1e-5
-    assert {entry.action for entry in smoothed.ledger} == {"explicit"}
-    assert len(smoothed.ledger) == len(smoothed.factors)
 
 
 def test_factors_follow_the_weights_that_will_be_quantized(
