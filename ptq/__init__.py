@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ptq.allocator import tune_allocator
+    from ptq.batchnorm import fold_batchnorms
     from ptq.calibration import Calibration, LayerStatistics, calibrate
     from ptq.errors import PtqError
     from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "evaluate",
+    "fold_batchnorms",
     "format",
     "layer_errors",
     "pack",
@@ -67,6 +69,7 @@ _HOMES = {
     "Task": "ptq.tasks",
     "calibrate": "ptq.calibration",
     "evaluate": "ptq.evaluation",
+    "fold_batchnorms": "ptq.batchnorm",
     "format": "ptq.formats",
     "layer_errors": "ptq.evaluation",
     "pack": "ptq.packing",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from ptq import channels
 from ptq.attention import splitting_attention
-from ptq.batches import Batches, Call, calls
+from ptq.batches import Batches, Call, calls, device_of
 from ptq.errors import ActivationError, InputError, MismatchError
 from ptq.graph import ChannelGraph, read_graph
 from ptq.hooks import attached, evaluating
@@ -190,10 +191,11 @@ def calibrate_in_steps(
     found = []
     with evaluating(model), splitting_attention(model):
         statistics = _Pass(model, observer)
-        for call in tqdm(calls(batches, model, most), "calibrate", total, unit="batch", disable=not progress):
-            statistics.collect(call)
-            if statistics.batches in steps:
-                found.append(statistics.result())
+        with statistics.collecting():
+            for call in tqdm(calls(batches, model, most), "calibrate", total, unit="batch", disable=not progress):
+                statistics.collect(call)
+                if statistics.batches in steps:
+                    found.append(statistics.result())
         if statistics.batches not in steps:  # the data ended before
             found.append(statistics.result())
     return found
@@ -210,14 +212,27 @@ class _Pass:
         self._batch = _Batch()
         budget = _SAMPLED // len(layers)
         with_histogram = observer in HISTOGRAM_RANGES
+        # All ranges in one tensor: one look at it finds what isn't finite.
+        counts = [channels.input_channels(layer) for layer in layers.values()]
+        self._ranges = ChannelRange(sum(counts), device_of(model))
         self._collectors = {
-            name: _Collector(name, layer, Histogram() if with_histogram else None, RowSample(layer, budget))
-            for name, layer in layers.items()
+            name: _Collector(name, layer, ranges, Histogram() if with_histogram else None, RowSample(layer, budget))
+            for (name, layer), ranges in zip(layers.items(), self._ranges.split(counts), strict=True)
         }
         self._order: dict[str, _Collector] = {}
         self._reservoir = SampleReservoir()
         self._graph: ChannelGraph | None = None
         self._data_sum = self.batches = self._samples = 0
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Hooks are on the model inside."""
+        hooks = (
+            collector.layer.register_forward_pre_hook(collector.hook(self._batch, self._order), with_kwargs=True)
+            for collector in self._collectors.values()
+        )
+        with attached(hooks):
+            yield
 
     @torch.inference_mode()
     def collect(self, call: Call) -> None:
@@ -225,18 +240,28 @@ class _Pass:
         if self._graph is None:
             self._graph = read_graph(self._model, call)
         mask = call.kwargs.get("attention_mask")
-        self._batch.index, self._batch.samples = self.batches, call.samples
+        self._batch.samples = call.samples
         self._batch.mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._batch.picks = self._reservoir.pick(self._samples, call.samples)
-        hooks = (
-            collector.layer.register_forward_pre_hook(collector.hook(self._batch, self._order), with_kwargs=True)
-            for collector in self._collectors.values()
-        )
-        with attached(hooks):
+        with self._batch.running():
             call.run(self._model)
+        if not self._ranges.finite:
+            self._refuse()
         self._data_sum += sum(checksum(x) for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
         self.batches += 1
         self._samples += call.samples
+
+    def _refuse(self) -> None:
+        """Name the first layer that read something that isn't a number: those behind it only got it from there."""
+        for name, collector in self._order.items():
+            bad = (~collector.range.is_finite).nonzero().flatten()
+            if len(bad):
+                channel = int(bad[0])
+                kind = "NaN" if bool(collector.range.minimum[channel].isnan()) else "Inf"
+                raise ActivationError(
+                    f"{name}: {kind} in the input, batch {self.batches}, channel {channel} ({len(bad)} channels in "
+                    "all): check the data of that batch and the weights of the layers before"
+                )
 
     def result(self) -> Calibration:
         if not self._order:
@@ -274,10 +299,18 @@ def _rows_to_count(x: Tensor) -> Tensor:
 class _Batch:
     """What the collectors have to know about the batch that is running."""
 
-    index: int = 0
+    is_running: bool = False
     samples: int = 0
     mask: Tensor | None = None  # [N, T], true where there is no padding
     picks: list[tuple[int, int]] = field(default_factory=list)  # samples whose rows are kept
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
 
 
 @dataclass
@@ -286,18 +319,16 @@ class _Collector:
 
     name: str
     layer: channels.Layer
+    range: ChannelRange
     histogram: Histogram | None
     sample: RowSample
-
-    def __post_init__(self) -> None:
-        self.range = ChannelRange(channels.input_channels(self.layer), self.layer.weight.device)
 
     def hook(self, batch: _Batch, order: dict[str, _Collector]) -> Callable[..., None]:
         axis = channels.channel_axis(self.layer)
 
         def collect(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Tensor = (args[0] if args else kwargs["input"]).detach()
-            if not x.numel():
+            x: Tensor = args[0] if args else kwargs["input"]
+            if not batch.is_running or not x.numel():
                 return
             order.setdefault(self.name, self)
             if batch.picks:
@@ -305,22 +336,12 @@ class _Collector:
             if batch.mask is not None and axis == -1 and x.dim() == 3 and x.shape[:2] == batch.mask.shape:
                 x = x[batch.mask]  # [tokens, C]
             minimum, maximum = self.range.collect(x, axis)
-            low, high = float(minimum.min()), float(maximum.max())
-            if not (abs(low) < float("inf") and abs(high) < float("inf")):  # false for NaN too
-                self._refuse(minimum, maximum, batch.index)
             if self.histogram is not None:
-                self.histogram.collect(_rows_to_count(x) if axis == -3 else x, low, high)
+                low, high = float(minimum.min()), float(maximum.max())
+                if math.isfinite(low) and math.isfinite(high):  # the end of the batch refuses the others
+                    self.histogram.collect(_rows_to_count(x) if axis == -3 else x, low, high)
 
         return collect
-
-    def _refuse(self, minimum: Tensor, maximum: Tensor, batch: int) -> None:
-        bad = (~(minimum.isfinite() & maximum.isfinite())).nonzero().flatten()
-        channel = int(bad[0])
-        kind = "NaN" if bool(minimum[channel].isnan()) else "Inf"
-        raise ActivationError(
-            f"{self.name}: {kind} in the input, batch {batch}, channel {channel} ({len(bad)} channels in all): "
-            "check the data of that batch and the weights of the layers before"
-        )
 
     def compute(self, places: Sequence[int]) -> LayerStatistics:
         """The statistics so far; ``places`` of the sample hold rows."""

@@ -30,21 +30,26 @@ app = typer.Typer(
 _COMMON: dict[str, tuple[Any, Any]] = {
     "task": (
         Annotated[str | None, typer.Option(help="digits (embedded), cifar10-resnet20, cifar10-resnet56, "
-                                           "cifar10-mobilenetv2, or package.module:factory.")],
+                                           "cifar10-mobilenetv2, cola, rte, or package.module:factory.")],
         None,
     ),
-    "model": (Annotated[str | None, typer.Option(help="torchvision:NAME, timm:NAME or package.module:factory.")], None),
+    "model": (
+        Annotated[str | None, typer.Option(help="torchvision:NAME, timm:NAME, transformers:FOLDER or "
+                                           "package.module:factory.")],
+        None,
+    ),
     "weights": (
         Annotated[list[str] | None, typer.Option("--weights", "--checkpoint", metavar="FILE",
                                                  help="Checkpoint: safetensors, or a pickle of tensors.")],
         None,
     ),
     "data": (
-        Annotated[str | None, typer.Option(help="imagefolder:DIR, cifar10:DIR, npz:FILE or package.module:factory.")],
+        Annotated[str | None, typer.Option(help="imagefolder:DIR, cifar10:DIR, npz:FILE, glue:DIR or "
+                                           "package.module:factory.")],
         None,
     ),
     "download": (Annotated[bool, typer.Option("--download", help="Let torchvision fetch the data set.")], False),
-    "batch_size": (Annotated[int | None, typer.Option(help="Images per batch.")], None),
+    "batch_size": (Annotated[int | None, typer.Option(help="Samples per batch.")], None),
     "image_size": (Annotated[int | None, typer.Option(help="Side of the images, in pixels.")], None),
     "run": (Annotated[Path | None, typer.Option(help="Run folder; reports/<task> if not given.")], None),
     "device": (Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")], "auto"),

@@ -35,9 +35,27 @@ class ChannelRange:
         self.minimum = torch.full((channels,), torch.inf, device=device)  # [C]
         self.maximum = torch.full((channels,), -torch.inf, device=device)  # [C]
 
+    def split(self, counts: list[int]) -> list[ChannelRange]:
+        """Ranges of so many channels each that are parts of this one."""
+        parts = []
+        for minimum, maximum in zip(torch.split(self.minimum, counts), torch.split(self.maximum, counts), strict=True):
+            part = ChannelRange(0)
+            part.minimum, part.maximum = minimum, maximum
+            parts.append(part)
+        return parts
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether each channel saw finite values alone, ``[C]``; one that saw none did."""
+        return (self.minimum > -torch.inf) & (self.maximum < torch.inf)  # false for NaN too
+
+    @property
+    def finite(self) -> bool:
+        return bool(self.is_finite.all())
+
     def collect(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         """Add a tensor; returns the minimum and the maximum of this tensor alone."""
-        minimum, maximum = (bound.float() for bound in activation_range(x, axis))
+        minimum, maximum = (bound.to(self.minimum) for bound in activation_range(x.detach(), axis))
         torch.minimum(self.minimum, minimum, out=self.minimum)
         torch.maximum(self.maximum, maximum, out=self.maximum)
         return minimum, maximum

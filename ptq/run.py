@@ -25,8 +25,7 @@ from ptq.packing import PackedCheckpoint, pack
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.sizing import SizeStudy, calibration_sizes
-from ptq.smoothing import Smoothed, check_smoothing, smooth
-from ptq.smoothing.apply import Alpha, Explicit, Form
+from ptq.smoothing import Alpha, Explicit, Form, Smoothed, check_smoothing, smooth
 from ptq.storage import read_json, write_json
 from ptq.sweeping import Sweep, check_plan, sweep
 from ptq.tasks import DEFAULT, Task, folder_name, resolve
@@ -106,6 +105,7 @@ class Run:
             image_size=options.image_size,
             download=self._download,
             seed=options.seed or 0,
+            progress=self.progress,
         )
         for note in task.notes:
             self.say(note)
@@ -266,7 +266,7 @@ class Run:
             networks[f"{bits}, smoothed {smoothed.title.replace(' = ', '=')}"] = quantized.model
         rows = []
         for name, model in networks.items():
-            answers = evaluate(model, labelled, progress=name if self.progress else None)
+            answers = evaluate(model, labelled, metric=task.metric, progress=name if self.progress else None)
             is_float = model is task.model
             errors = None if is_float else layer_errors(task.model, model, task.calibration, max_batches=error_batches)
             rows.append(Row(name, answers, errors))
@@ -302,6 +302,7 @@ class Run:
             bits=bits,
             auto=auto,
             form=form,
+            metric=self.task.metric,
             images=images,
             resume=resume,
             on_point=lambda so_far: write_json(self.sweep_file, so_far.to_json()),
@@ -318,6 +319,7 @@ class Run:
             sizes,
             bits,
             alpha,
+            metric=self.task.metric,
             images=images,
             progress=self.progress,
         )

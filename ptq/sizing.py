@@ -75,6 +75,7 @@ def calibration_sizes(
     alpha: float = 0.5,
     *,
     observer: str = "max",
+    metric: str = "top1",
     images: int | None = None,
     progress: bool = False,
 ) -> SizeStudy:
@@ -93,7 +94,7 @@ def calibration_sizes(
             with_histograms = batches if observer != "max" else None
             smoothed = smooth(model, calibration, a, batches=with_histograms)
             source, statistics = smoothed.model, smoothed.calibration
-        answers = evaluate(quantize_by(Scheme(bits=width), source, statistics).model, labelled_batches)
+        answers = evaluate(quantize_by(Scheme(bits=width), source, statistics).model, labelled_batches, metric=metric)
         points.append(
             SizePoint(
                 batches=calibration.batches,
@@ -105,7 +106,7 @@ def calibration_sizes(
         )
     return SizeStudy(
         observer=observer,
-        reference=Accuracy.of(evaluate(model, labelled_batches)),
+        reference=Accuracy.of(evaluate(model, labelled_batches, metric=metric)),
         drifts=[_drift(calibration, calibrations[-1]) for calibration in calibrations],
         points=points,
     )

@@ -15,8 +15,7 @@ from ptq.errors import InputError
 from ptq.evaluation import Evaluation, evaluate
 from ptq.quantization import Bits, Scheme
 from ptq.quantization.apply import quantize_by
-from ptq.smoothing import ALPHAS, Smoothed, checked_alpha, sampled_errors, smooth
-from ptq.smoothing.apply import Form
+from ptq.smoothing import ALPHAS, Form, Smoothed, checked_alpha, sampled_errors, smooth
 
 Alpha: TypeAlias = float | str | None  # a number; "auto" or "auto+clip", by layer; None: not smoothed
 AUTO = ("auto", "auto+clip")
@@ -24,15 +23,16 @@ AUTO = ("auto", "auto+clip")
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Top-1 in percent with its 95 % interval."""
+    """The score by the task's metric, in percent, with its 95 % interval."""
 
-    top1: float
+    metric: str
+    score: float
     interval: tuple[float, float]
     n: int
 
     @classmethod
     def of(cls, answers: Evaluation) -> Accuracy:
-        return cls(top1=answers.top1, interval=answers.interval, n=answers.n)
+        return cls(metric=answers.metric, score=answers.score(), interval=answers.score_interval(), n=answers.n)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,14 @@ class Sweep:
 
     def best(self, bits: str) -> SweepPoint:
         """The one α with the highest accuracy; of equal ones that with the smallest mean layer error."""
-        return max(self.curve(bits), key=lambda p: (p.accuracy.top1, -sum(p.layer_l1.values())))
+        return max(self.curve(bits), key=lambda p: (p.accuracy.score, -sum(p.layer_l1.values())))
 
     @property
     def bits(self) -> list[str]:
         return list(dict.fromkeys(point.bits for point in self.points))
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "sweep", "schema": 2, "observer": "max", **asdict(self)}
+        return {"kind": "sweep", "schema": 3, "observer": "max", **asdict(self)}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Sweep:
@@ -97,7 +97,7 @@ class Sweep:
 
 
 def _accuracy(content: dict[str, Any]) -> Accuracy:
-    return Accuracy(top1=content["top1"], interval=tuple(content["interval"]), n=content["n"])
+    return Accuracy(**{**content, "interval": tuple(content["interval"])})
 
 
 def check_plan(alphas: Sequence[float], bits: Sequence[str], images: int | None) -> None:
@@ -123,6 +123,7 @@ def sweep(
     bits: Sequence[str] | None = None,
     auto: bool = False,
     form: Form = "fold",
+    metric: str = "top1",
     images: int | None = None,
     resume: Sweep | None = None,
     on_point: Callable[[Sweep], None] | None = None,
@@ -147,7 +148,7 @@ def sweep(
     plan = [(alpha, width) for alpha in candidates for width in widths if not result.find(str(width), alpha)]
     if not plan and result.reference is not None:
         return result
-    float_answers = evaluate(model, labelled_batches, progress="float" if progress else None)
+    float_answers = evaluate(model, labelled_batches, metric=metric, progress="float" if progress else None)
     result.reference = Accuracy.of(float_answers)
     smoothed: Smoothed | None = None
     for alpha, width in tqdm(plan, "sweep", unit="point", disable=not progress):
@@ -155,7 +156,7 @@ def sweep(
             smoothed = _smoothed(model, calibration, alpha, width, form, batches)
         source, statistics = (smoothed.model, smoothed.calibration) if smoothed else (model, calibration)
         quantized = quantize_by(Scheme(bits=width), source, statistics, observer="max").model
-        answers = evaluate(quantized, labelled_batches)
+        answers = evaluate(quantized, labelled_batches, metric=metric)
         result.points.append(
             SweepPoint(
                 bits=str(width),

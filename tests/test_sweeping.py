@@ -40,14 +40,14 @@ def test_each_point_equals_the_steps_by_hand(
     assert [(p.bits, p.alpha) for p in result.points] == [
         ("W4A4", None), ("W3A4", None), ("W4A4", 0.3), ("W3A4", 0.3), ("W4A4", 0.8), ("W3A4", 0.8),
     ]  # fmt: skip
-    assert result.reference is not None and result.reference.top1 == ptq.evaluate(digits.model, labelled).top1
+    assert result.reference is not None and result.reference.score == ptq.evaluate(digits.model, labelled).top1
     for point in result.points:
         model, calibration = digits.model, digits_calibration
         if point.alpha is not None:
             smoothed = ptq.smooth(model, calibration, point.alpha)
             model, calibration = smoothed.model, smoothed.calibration
         quantized = ptq.quantize(model, calibration, bits=point.bits).model
-        assert point.accuracy.top1 == ptq.evaluate(quantized, labelled).top1
+        assert point.accuracy.score == ptq.evaluate(quantized, labelled).top1
         errors = ptq.layer_errors(digits.model, quantized, digits.calibration, max_batches=4, accumulated=False)
         for name, error in errors.items():  # a sample's against a batch's
             assert point.layer_l1[name] == pytest.approx(error.isolated.l1, rel=0.35, abs=0.01)
@@ -105,7 +105,7 @@ def test_best_prefers_accuracy_then_small_errors(
 ) -> None:
     result = ptq.sweep(digits.model, digits_calibration, digits.calibration, labelled, [0.0, 0.5, 1.0], bits=["W8A8"])
     best = result.best("W8A8")
-    equal = [p for p in result.curve("W8A8") if p.accuracy.top1 == best.accuracy.top1]
+    equal = [p for p in result.curve("W8A8") if p.accuracy.score == best.accuracy.score]
     assert sum(best.layer_l1.values()) == min(sum(p.layer_l1.values()) for p in equal)
 
 

@@ -28,6 +28,7 @@ class ChannelGraph:
     clamp_axes: dict[str, int] = field(default_factory=dict)  # where a clamp has its channels
     reasons: dict[str, str] = field(default_factory=dict)  # layer → why its input can't be scaled by its producers
     batchnorms: dict[str, str] = field(default_factory=dict)  # layer → the BatchNorm that alone reads its output
+    fixed: dict[str, str] = field(default_factory=dict)  # layer → why its weight can't be multiplied by anything
 
     def foldable(self, layer: str) -> bool:
         """Whether every channel that the layer reads can be scaled by what produces it."""
@@ -77,6 +78,7 @@ class ChannelGraph:
             "clamp_axes": self.clamp_axes,
             "reasons": self.reasons,
             "batchnorms": self.batchnorms,
+            "fixed": self.fixed,
         }
         return tensors, described
 
@@ -87,7 +89,7 @@ class ChannelGraph:
                 kind: {name: tensors[f"graph/{kind}/{name}"].long() for name in described["order"][kind]}
                 for kind in _KINDS
             }
-            fields |= {key: dict(described[key]) for key in ("clamp_axes", "reasons", "batchnorms")}
+            fields |= {key: dict(described[key]) for key in ("clamp_axes", "reasons", "batchnorms", "fixed")}
         except KeyError as error:
             raise InputError(f"the graph of the calibration lacks {error}: calibrate again") from error
         return cls(**fields)

@@ -64,6 +64,13 @@ class Equalities:
             labels = one.expand([1 if i == dim else size for i, size in enumerate(labels.shape)])
         return labels
 
+    def met(self) -> Tensor:
+        """For every label, whether anything was said about it."""
+        met = torch.zeros(self._count, dtype=torch.bool)
+        for labels in (*self._edges, *(labels for labels, _ in self._fixed)):
+            met[labels[labels > FIXED].long()] = True
+        return met
+
     def classes(self) -> tuple[Tensor, dict[int, str]]:
         """The class of every label (0: can't be scaled), and for the labels that can't the reason."""
         edges = torch.cat(self._edges).numpy() if self._edges else np.empty((0, 2), np.int32)

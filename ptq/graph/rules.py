@@ -24,6 +24,26 @@ if TYPE_CHECKING:
 Labels: TypeAlias = Tensor | list[Tensor | None] | None
 
 
+_SECOND_NAMES = {
+    **dict.fromkeys(("concat", "concatenate"), "cat"),
+    **dict.fromkeys(("divide", "true_divide"), "div"),
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "absolute": "abs",
+    "clip": "clamp",
+    "view_as": "view",
+    "reshape_as": "reshape",
+    "moveaxis": "movedim",
+    "swapdims": "swapaxes",
+}
+_TAKE_ONE_VALUE = {"to", "type_as", "expand_as", "view", "reshape"}  # and of another tensor its shape or type
+_TAKE_NO_VALUE = {
+    *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")),
+}
+
+
 class Op:
     """One operation as the dispatcher saw it."""
 
@@ -36,7 +56,15 @@ class Op:
     @property
     def kind(self) -> str:
         """The name; that of ``relu_`` is ``relu``, too."""
-        return self.name.removesuffix("_") if self._in_place else self.name
+        name = self.name.removesuffix("_") if self._in_place else self.name
+        return _SECOND_NAMES.get(name, name)
+
+    @property
+    def read(self) -> list[Tensor]:
+        """Tensors whose values it reads."""
+        if self.kind in _TAKE_NO_VALUE:
+            return []
+        return self.tensors[:1] if self.kind in _TAKE_ONE_VALUE else self.tensors
 
     @property
     def written(self) -> list[Tensor]:
@@ -235,11 +263,11 @@ def _matmul(watch: Watch, op: Op) -> Labels:
 
 
 def _attention(watch: Watch, op: Op) -> Labels:
-    query, key, value = op.args[:3]
+    query, _, value = op.args[:3]
     labels = watch.labels(value)
     if labels is None or query.shape[:-2] != value.shape[:-2]:
         return None
-    watch.stop((x for x in op.tensors if x is not value), f"attention{watch.place} compares it")
+    watch.stop([*op.args[:2], *op.args[3:], *op.kwargs.values()], f"attention{watch.place} compares it")
     return _tokens_mixed(watch, labels, op.result)
 
 
@@ -256,7 +284,7 @@ def _move(watch: Watch, op: Op) -> Labels:
     known = {id(x): watch.labels_of_any(x) for x in op.tensors}
     if all(labels is None for labels in known.values()):
         return None
-    watch.stop((x for x in op.tensors if known[id(x)] is None), f"{op.kind}{watch.place} reads it")
+    watch.stop((x for x in op.read if known[id(x)] is None), f"{op.kind}{watch.place} reads it")
 
     def labels_of(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -315,13 +343,16 @@ RULES: dict[str, Callable[[Watch, Op], Labels]] = {
         f"upsample_{kind}": _pool(int(kind[-2]))
         for kind in ("nearest1d", "nearest2d", "nearest3d", "bilinear2d", "linear1d", "bicubic2d", "trilinear3d")
     },
+    **{f"_upsample_nearest_exact{spatial}d": _pool(spatial) for spatial in (1, 2, 3)},
     **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduce),
     **dict.fromkeys(("matmul", "bmm"), _matmul),
     "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(("view", "reshape", "flatten", "_unsafe_view", "unflatten"), _reshape),
+    **dict.fromkeys(("view", "reshape", "flatten", "ravel", "_unsafe_view", "unflatten"), _reshape),
     **dict.fromkeys(("permute", "transpose", "t", "movedim", "swapaxes", "unsqueeze", "squeeze"), _move),
     **dict.fromkeys(("select", "slice", "narrow", "chunk", "split", "split_with_sizes", "unbind"), _move),
-    **dict.fromkeys(("cat", "stack", "expand", "expand_as", "repeat", "roll", "flip"), _move),
+    **dict.fromkeys(("unsafe_chunk", "unsafe_split", "tensor_split", "hsplit", "vsplit"), _move),
+    **dict.fromkeys(("cat", "stack", "hstack", "vstack", "expand", "expand_as", "repeat"), _move),
+    **dict.fromkeys(("roll", "flip", "rot90"), _move),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"), _move),
     **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
 }

@@ -23,7 +23,7 @@ from ptq.graph.rules import RULES, Op
 from ptq.hooks import attached, evaluating
 
 # Operations that hand a value to Python, which may then decide by it what to do next.
-_SHOWS_VALUES = {"_local_scalar_dense", "is_nonzero", "equal", "item"}
+_SHOWS_VALUES = {"_local_scalar_dense", "is_nonzero", "equal", "allclose", "item"}
 _CHANGES_NOTHING = {"dropout_", "detach_", "requires_grad_"}
 
 
@@ -188,14 +188,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not any(isinstance(output, Tensor) for output in op.outputs):
             return
-        for x in op.tensors:
+        for x in op.read:
             if (value := self.value(x)) is not None:
                 value.reads += 1
         rule = RULES.get(op.kind)
         labels = rule(self, op) if rule and "out" not in op.kwargs else None
         origin = f"{op.kind}{self.place}"
         if labels is None:
-            self.stop(op.tensors, f"{origin} reads it")
+            self.stop(op.read, f"{origin} reads it")
         if op.name not in _CHANGES_NOTHING:
             for written in op.written:
                 self._settle_shared_memory(written, labels, origin)
@@ -239,6 +239,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for labels in (self._parameters.get(name), self.outputs.get(module), self.inputs.get(module)):
                 if labels is not None:
                     self.equalities.fix(labels, f"{name} is used elsewhere, too: {reason}")
+        self._settle_parts_of_parameters()
         class_of, why = self.equalities.classes()
         if self._why_opaque:
             class_of.fill_(0)
@@ -256,6 +257,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = {name: torch.where(is_read[ids], ids, 0) for name, ids in found.items()}
             return {name: ids for name, ids in found.items() if bool((ids > 0).any())}
 
+        fixed = {name: text for name in self.layers if (text := self._why_weight_fixed(name))}
         clamps = that_are_read({name: labels for name, (_, labels) in self.clamps.items()})
         return ChannelGraph(
             readers=readers,
@@ -263,22 +265,38 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameters=that_are_read(self._parameters),
             clamps=clamps,
             clamp_axes={name: self.clamps[name][0] for name in clamps},
-            reasons={name: reason for name in self.layers if (reason := self._reason(name, readers.get(name), why))},
+            reasons={name: text for name in self.layers if (text := self._reason(name, readers.get(name), why))},
             batchnorms={
                 value.layer: value.batchnorm
                 for value in self._returned
-                if value.layer and value.batchnorm and value.reads == 1
+                if value.layer and value.batchnorm and value.reads == 1 and value.layer not in fixed
                 if self._calls[value.layer] == self._calls[value.batchnorm] == 1
             },
+            fixed=fixed,
         )
+
+    def _settle_parts_of_parameters(self) -> None:
+        """Of a table that is cut to the length of the input, another input may use more: none of it can be scaled."""
+        met = self.equalities.met()
+        for labels in self.inputs.values():
+            met[labels[labels > FIXED].long()] = True
+        for name, labels in self._parameters.items():
+            if not bool(met[labels.long()].all()):
+                self.equalities.fix(labels, f"{name} was used in part: other inputs may use more of it")
+
+    def _why_weight_fixed(self, name: str) -> str | None:
+        """Why nothing may change a layer's weight, not even together with its input."""
+        reader = self._used_otherwise.get(f"{name}.weight")
+        if reader is not None and name in self.inputs:
+            return f"its weight is used elsewhere, too: {reader}"
+        if name in self.inputs or not self._calls[name]:
+            return None
+        return self._why_fixed[name] or "its weight isn't used as it is"
 
     def _reason(self, name: str, classes: Tensor | None, why: dict[int, str]) -> str | None:
         """Why a layer's input can't be scaled by what produces it."""
         if classes is None:
-            why_fixed = self._why_fixed[name]
-            if why_fixed:
-                return why_fixed
-            return "its weight isn't used as it is" if self._calls[name] else "it isn't called"
+            return self._why_weight_fixed(name) or "it isn't called"
         if bool((classes > 0).all()):
             return None
         if self._why_opaque:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ptq.storage import replacing
-from ptq.sweeping import AUTO, Sweep
+from ptq.sweeping import AUTO, Accuracy, Sweep
 
 # Okabe and Ito's palette, without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -33,6 +33,11 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(partial, format="png", metadata={"Software": None})
 
 
+def score_label(accuracy: Accuracy | None) -> str:
+    """What an axis with scores is called."""
+    return "Matthews correlation × 100" if accuracy and accuracy.metric == "matthews" else "top-1 accuracy (%)"
+
+
 def alpha_sweep(sweep: Sweep, title: str) -> Figure:
     """Accuracy against α: one curve for each number of bits, with the unsmoothed and the float network as lines."""
     with matplotlib.rc_context(STYLE):
@@ -41,9 +46,10 @@ def alpha_sweep(sweep: Sweep, title: str) -> Figure:
         for colour, bits in zip(_cycle(len(sweep.bits)), sweep.bits, strict=True):
             _draw_curve(axes, sweep, bits, colour)
         if sweep.reference is not None:
-            label = f"float: {sweep.reference.top1:.2f} %"
-            axes.axhline(sweep.reference.top1, color="black", linewidth=1, label=label, zorder=1)
-        axes.set(xlabel="α  (0: weights stay as they are, 1: activations become even)", ylabel="top-1 accuracy (%)")
+            label = f"float: {sweep.reference.score:.2f} %"
+            axes.axhline(sweep.reference.score, color="black", linewidth=1, label=label, zorder=1)
+        axes.set_xlabel("α  (0: weights stay as they are, 1: activations become even)")
+        axes.set_ylabel(score_label(sweep.reference))
         axes.set_xlim(-0.02, 1.02)
         axes.set_title(title, loc="left")
         figure.legend(loc="outside lower center", ncols=2, fontsize=9)
@@ -54,22 +60,22 @@ def _draw_curve(axes: Any, sweep: Sweep, bits: str, colour: str) -> None:
     curve = sweep.curve(bits)
     alphas = [point.alpha for point in curve]
     best = sweep.best(bits)
-    label = f"{bits}: best α = {best.alpha:g}, {best.accuracy.top1:.2f} %"
-    axes.plot(alphas, [point.accuracy.top1 for point in curve], "o-", color=colour, markersize=3.5, label=label)
+    label = f"{bits}: best α = {best.alpha:g}, {best.accuracy.score:.2f} %"
+    axes.plot(alphas, [point.accuracy.score for point in curve], "o-", color=colour, markersize=3.5, label=label)
     lows, highs = zip(*(point.accuracy.interval for point in curve), strict=True)
     axes.fill_between(alphas, lows, highs, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(best.alpha, best.accuracy.top1, "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.5)
+    axes.plot(best.alpha, best.accuracy.score, "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.5)
     for alpha, style in zip(AUTO, (":", "-."), strict=True):
         point = sweep.find(bits, alpha)
         if point is not None:
             label = (
-                f"{bits} {'α by layer' if alpha == 'auto' else 'α and clipping by layer'}: {point.accuracy.top1:.2f} %"
+                f"{bits} {'α by layer' if alpha == 'auto' else 'α and clipping by layer'}: {point.accuracy.score:.2f} %"
             )
-            axes.axhline(point.accuracy.top1, color=colour, linestyle=style, linewidth=1.2, label=label)
+            axes.axhline(point.accuracy.score, color=colour, linestyle=style, linewidth=1.2, label=label)
     plain = sweep.find(bits, None)
     if plain is not None:
-        top1 = plain.accuracy.top1
-        axes.axhline(top1, color=colour, linestyle="--", linewidth=1, label=f"{bits} not smoothed: {top1:.2f} %")
+        score = plain.accuracy.score
+        axes.axhline(score, color=colour, linestyle="--", linewidth=1, label=f"{bits} not smoothed: {score:.2f} %")
 
 
 def alpha_sweep_layers(sweep: Sweep, title: str) -> Figure:

@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from ptq.report.plots import COLOURS, STYLE
+from ptq.report.plots import COLOURS, STYLE, score_label
 from ptq.report.tables import plain_table
 from ptq.sizing import SizeStudy
 
@@ -21,8 +21,9 @@ def calibration_sizes(study: SizeStudy, title: str) -> Figure:
         for colour, bits in zip(COLOURS, study.bits, strict=False):
             for alpha in study.alphas:
                 _draw_accuracy(accuracy, study, bits, alpha, colour)
-        accuracy.axhline(study.reference.top1, color="black", linewidth=1, label=f"float: {study.reference.top1:.2f} %")
-        accuracy.set(ylabel="top-1 accuracy (%)", title="accuracy")
+        score = study.reference.score
+        accuracy.axhline(score, color="black", linewidth=1, label=f"float: {score:.2f} %")
+        accuracy.set(ylabel=score_label(study.reference), title="accuracy")
         _draw_drift(drift, study)
         for axes in (accuracy, drift):
             axes.set_xscale("log")
@@ -40,7 +41,7 @@ def _draw_accuracy(axes: Any, study: SizeStudy, bits: str, alpha: float | None, 
     sizes = [point.batches for point in curve]
     label = f"{bits}, {'not smoothed' if alpha is None else f'α = {alpha:g}'}"
     style = "o--" if alpha is None else "o-"
-    axes.plot(sizes, [point.accuracy.top1 for point in curve], style, color=colour, markersize=4, label=label)
+    axes.plot(sizes, [point.accuracy.score for point in curve], style, color=colour, markersize=4, label=label)
     lows, highs = zip(*(point.accuracy.interval for point in curve), strict=True)
     axes.fill_between(sizes, lows, highs, color=colour, alpha=0.1, linewidth=0)
 
@@ -57,13 +58,13 @@ def _draw_drift(axes: Any, study: SizeStudy) -> None:
 
 def sizes_table(study: SizeStudy) -> Table:
     table = plain_table(
-        f"float {study.reference.top1:.2f} on {study.reference.n} samples; ranges by {study.observer}",
+        f"float {study.reference.score:.2f} on {study.reference.n} samples; ranges by {study.observer}",
         "batches", "range missing, median", "max",
         *(f"{bits} {'none' if alpha is None else f'α={alpha:g}'}" for bits in study.bits for alpha in study.alphas),
     )  # fmt: skip
     for drift in study.drifts:
         scores = [
-            f"{point.accuracy.top1:.2f}"
+            f"{point.accuracy.score:.2f}"
             for bits in study.bits
             for alpha in study.alphas
             for point in study.curve(bits, alpha)

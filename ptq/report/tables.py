@@ -131,14 +131,14 @@ def sweep_table(sweep: Sweep) -> Table:
     )  # fmt: skip
     for bits in sweep.bits:
         plain, best = sweep.find(bits, None), sweep.best(bits)
-        gain = f"{best.accuracy.top1 - plain.accuracy.top1:+.2f}" if plain else ""
+        gain = f"{best.accuracy.score - plain.accuracy.score:+.2f}" if plain else ""
         none = _with_interval(plain.accuracy) if plain else ""
         by_layer = (sweep.find(bits, alpha) for alpha in AUTO)
-        scores = (f"{point.accuracy.top1:.2f}" if point else "" for point in by_layer)
+        scores = (f"{point.accuracy.score:.2f}" if point else "" for point in by_layer)
         table.add_row(bits, none, f"{best.alpha:g}", _with_interval(best.accuracy), gain, *scores)
     return table
 
 
 def _with_interval(accuracy: Accuracy) -> str:
     low, high = accuracy.interval
-    return f"{accuracy.top1:.2f} ({low:.2f} … {high:.2f})"
+    return f"{accuracy.score:.2f} ({low:.2f} … {high:.2f})"

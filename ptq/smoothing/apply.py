@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import replace
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,108 +16,19 @@ from ptq.attention import split_attention, splitting_attention
 from ptq.batches import Batches
 from ptq.batchnorm import folded_parameters
 from ptq.calibration import Calibration, LayerStatistics, calibrate
-from ptq.errors import InputError, MismatchError
+from ptq.errors import InputError
 from ptq.graph import ChannelGraph
 from ptq.smoothing.factors import checked_alpha
-from ptq.smoothing.fold import replace_module, write_factors
-from ptq.smoothing.modules import ATTRIBUTE, NOTES, ChannelClamp, Undo, attach_notes, attach_scaling, is_smoothed
-from ptq.smoothing.proof import Proof, prove_equivalence
+from ptq.smoothing.fold import write_factors
+from ptq.smoothing.ledger import ledger_entry
+from ptq.smoothing.modules import is_smoothed
+from ptq.smoothing.proof import prove_equivalence
+from ptq.smoothing.result import Alpha, Smoothed
 from ptq.smoothing.search import Choice, Member, output_l1, search_group, shared_factors
-from ptq.storage import fingerprint, load_state, read_tensors, write_tensors
+from ptq.storage import fingerprint
 
-SCHEMA = 2
-Alpha: TypeAlias = float | Literal["auto"]
 Form: TypeAlias = Literal["fold", "hook"]
 Explicit: TypeAlias = Literal["allow", "never"]
-
-
-@dataclass(frozen=True)
-class LedgerEntry:
-    """What smoothing did with one layer, and why."""
-
-    layer: str
-    kind: str
-    action: str  # "folded": free at run time; "explicit": its input is divided at run time; "skipped"
-    reason: str
-    alpha: float | None = None
-    shared_with: tuple[str, ...] = ()  # layers that have the factor in common
-    absmax_before: float | None = None  # of its input
-    absmax_after: float | None = None
-
-
-@dataclass(kw_only=True)
-class Smoothed:
-    """A smoothed copy of a model; the original is untouched."""
-
-    model: nn.Module
-    calibration: Calibration  # of the smoothed model: no second pass over the data was needed
-    factors: dict[str, Tensor]  # what each layer's input is divided by, in all
-    ledger: list[LedgerEntry]
-    alpha: Alpha
-    proof: Proof | None = None
-    curves: dict[str, dict[float | None, float]] = field(default_factory=dict)  # layer → α (None: none) → error
-    _undo: Undo = field(default_factory=Undo)
-
-    @property
-    def title(self) -> str:
-        """``α = 0.5`` or ``α by layer``."""
-        return "α by layer" if self.alpha == "auto" else f"α = {self.alpha:g}"
-
-    def undo(self) -> nn.Module:
-        """Take the smoothing back, bit for bit, and return the model."""
-        if not self._undo:
-            raise InputError("there is no smoothing to take back: it was undone before, or loaded from a file")
-        self._undo.run()
-        return self.model
-
-    def save(self, path: str | Path) -> None:
-        metadata: dict[str, Any] = {
-            "schema": SCHEMA,
-            "alpha": self.alpha,
-            "model": self.calibration.model_fingerprint,
-            "ledger": [asdict(entry) for entry in self.ledger],
-            "proof": asdict(self.proof) if self.proof else None,
-            "clamps": {
-                name: module.axis for name, module in self.model.named_modules() if isinstance(module, ChannelClamp)
-            },
-        }
-        factors = {f"{_FACTORS}{name}": factor for name, factor in self.factors.items()}
-        write_tensors(Path(path), "smoothed model", self.model.state_dict() | factors, metadata)
-
-    @classmethod
-    def load(cls, path: str | Path, model: nn.Module, calibration: Calibration) -> Smoothed:
-        """Rebuild what ``save`` wrote from the original model; the calibration is that of the smoothed model."""
-        tensors, metadata = read_tensors(Path(path), "smoothed model", SCHEMA)
-        factors = {key.removeprefix(_FACTORS): value for key, value in tensors.items() if key.startswith(_FACTORS)}
-        state = {key: value for key, value in tensors.items() if not key.startswith(_FACTORS)}
-        smoothed = copy.deepcopy(model)
-        split_attention(smoothed)
-        layers = dict(channels.layers_of(smoothed))
-        for name, factor in factors.items():
-            if name not in layers or channels.input_channels(layers[name]) != len(factor):
-                raise MismatchError(f"{path}: {name} doesn't fit this model: run `ptq smooth` with it again")
-        for name, layer in layers.items():
-            if f"{name}.{ATTRIBUTE}.factor" in state:
-                attach_scaling(layer, factors[name])
-            if f"{name}.{NOTES}.input" in state:
-                attach_notes(layer, behind_batchnorm=name in calibration.batchnorms)
-        for name, axis in metadata["clamps"].items():
-            replace_module(smoothed, name, ChannelClamp(state[f"{name}.low"], state[f"{name}.high"], axis))
-        load_state(smoothed, state, path)
-        calibration.check(smoothed)
-        return cls(
-            model=smoothed,
-            calibration=calibration,
-            factors=factors,
-            ledger=[
-                LedgerEntry(**{**entry, "shared_with": tuple(entry["shared_with"])}) for entry in metadata["ledger"]
-            ],
-            alpha=metadata["alpha"],
-            proof=Proof(**metadata["proof"]) if metadata["proof"] else None,
-        )
-
-
-_FACTORS = "factors/"  # keys of a file, beside those of the state dict
 
 
 def smooth(
@@ -180,7 +90,7 @@ def smooth(
             factors[name] = folded[classes]
     undo = write_factors(smoothed, graph, folded, factors)
     ledger = [
-        _entry(name, layer, calibration, graph, skipped.get(name), chosen.get(name), factors.get(name), groups)
+        ledger_entry(name, layer, calibration, graph, skipped.get(name), chosen.get(name), factors.get(name), groups)
         for name, layer in layers.items()
     ]
     if alpha != "auto" and not factors:
@@ -290,35 +200,6 @@ def _choice(
         return search_group(members, weights, activations, clip=clip)
     whole = {member.name: 1.0 for member in members}
     return Choice(alpha=alpha, activation_clips=whole, weight_clips=whole, error=float("nan"), curve={})
-
-
-def _entry(
-    name: str,
-    layer: channels.Layer,
-    calibration: Calibration,
-    graph: ChannelGraph,
-    skipped: str | None,
-    choice: Choice | None,
-    factor: Tensor | None,
-    groups: Sequence[Sequence[str]],
-) -> LedgerEntry:
-    kind = channels.kind_of(layer)
-    why_not_folded = graph.reasons.get(name, "the hook form was asked for")
-    if factor is None or not bool((factor != 1).any()):
-        if skipped is None and choice is None:
-            skipped = f"can't be folded: {why_not_folded}"
-        return LedgerEntry(name, kind, "skipped", skipped or "no α lowers its error")
-    before = calibration.layers[name].activation_absmax
-    ranges = float(before.max()), float((before / factor).max())
-    alpha = choice.alpha if choice else None
-    if not graph.foldable(name) and choice is not None and choice.alpha is not None:
-        return LedgerEntry(name, kind, "explicit", why_not_folded, alpha, (), *ranges)
-    group = next((tuple(other for other in group if other != name) for group in groups if name in group), ())
-    return LedgerEntry(name, kind, "folded", f"into {_listing(graph.sources(name))}", alpha, group, *ranges)
-
-
-def _listing(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _weight_to_quantize(model: nn.Module, layer: channels.Layer, batchnorm_name: str | None) -> Tensor:

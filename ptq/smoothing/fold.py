@@ -40,6 +40,8 @@ def write_factors(model: nn.Module, graph: ChannelGraph, folded: Tensor, factors
             assert isinstance(clamp, nn.Hardtanh)
             device = next(iter(layers.values())).weight.device
             new = ChannelClamp.replacing(clamp, folded[classes].to(device), graph.clamp_axes[name])
+            vars(new).update({key: value for key, value in vars(clamp).items() if "hooks" in key})
+            new.train(clamp.training)
             undo.add(lambda name=name, clamp=clamp: replace_module(model, name, clamp))  # type: ignore[misc]
             replace_module(model, name, new)
     for name, layer in layers.items():

@@ -255,7 +255,7 @@ def _as_matrix(weight: Tensor) -> Tensor:
 
 
 def _on_grid(x: Tensor, scale: Tensor, lowest: float, highest: float) -> Tensor:
-    """``affine.fake``, with numbers as bounds: clamping to tensors would take longer than all the rest."""
+    """``affine.fake`` with the zero-point taken off the bounds already."""
     return (x / scale).round_().clamp_(lowest, highest).mul_(scale)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ptq.batches import Batches
 from ptq.errors import InputError
-from ptq.tasks import digits, models, references, sources
+from ptq.tasks import digits, encoders, glue, models, references, sources
 from ptq.tasks.checkpoints import load_weights
 from ptq.tasks.models import LoadedModel, build, load_model
 from ptq.tasks.networks.cifar_resnet import resnet20, resnet56
@@ -19,6 +19,7 @@ from ptq.tasks.networks.digits import DigitsNet
 from ptq.tasks.networks.mobilenet import cifar10_mobilenetv2
 from ptq.tasks.sources import LoadedData, Request, load_data
 from ptq.tasks.task import GRAY, IMAGENET, Normalization, Task
+from ptq.tasks.text import TEXT_TASKS, text_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "cifar10-resnet56": _cifar10(resnet56),
     "cifar10-mobilenetv2": _cifar10(cifar10_mobilenetv2),
 }
-TASKS = tuple(BUILT_IN)
+TASKS = (*BUILT_IN, *TEXT_TASKS)
 DEFAULT = "digits"
 
 
@@ -75,6 +76,7 @@ class Options:
     image_size: int | None
     download: bool
     seed: int
+    progress: bool
 
     def request(self, normalization: Normalization) -> Request:
         return Request(
@@ -95,11 +97,13 @@ def resolve(
     image_size: int | None = None,
     download: bool = False,
     seed: int = 0,
+    progress: bool = False,
 ) -> Task:
     """The task that the options describe; without any, the embedded one.
 
     ``resolve()``, ``resolve("cifar10-resnet20", weights="resnet20.safetensors", data="npz:cifar10.npz")``,
-    ``resolve(model="torchvision:mobilenet_v2", weights="DEFAULT", data="imagefolder:photos")``.
+    ``resolve(model="torchvision:mobilenet_v2", weights="DEFAULT", data="imagefolder:photos")``,
+    ``resolve("cola", data="glue:CoLA")``. ``progress`` shows bars where that takes a while.
     """
     for option, value in (("--batch-size", batch_size), ("--image-size", image_size)):
         if value is not None and value < 1:
@@ -112,17 +116,19 @@ def resolve(
         image_size=image_size,
         download=download,
         seed=seed,
+        progress=progress,
     )
+    if name in TEXT_TASKS:
+        return _text(name, options)
+    if name is not None and name not in BUILT_IN and not references.is_reference(name):
+        raise InputError(
+            f"no task {name!r}: give {', '.join(TASKS)} or package.module:factory{references.suggestion(name, TASKS)}"
+        )
+    _refuse_text(name, options)
     if name is None and model is not None:
         return _around_model(model, options)
     name = DEFAULT if name is None else name
-    if name in BUILT_IN:
-        return _built_in(name, BUILT_IN[name], options)
-    if references.is_reference(name):
-        return _own(name, options)
-    raise InputError(
-        f"no task {name!r}: give {', '.join(TASKS)} or package.module:factory{references.suggestion(name, TASKS)}"
-    )
+    return _built_in(name, BUILT_IN[name], options) if name in BUILT_IN else _own(name, options)
 
 
 def _around_model(specification: str, options: Options) -> Task:
@@ -171,6 +177,29 @@ def _built_in(name: str, row: BuiltIn, options: Options) -> Task:
         normalization=data.normalization,
         notes=(*loaded.notes, *_class_notes(loaded.model, data)),
     )
+
+
+def _text(name: str, options: Options) -> Task:
+    if options.image_size is not None or options.download:
+        option = "--download" if options.download else f"--image-size {options.image_size}"
+        raise InputError(f"{option}: {name} is a task on sentences from a folder: leave it out")
+    return text_task(
+        name,
+        model=options.model,
+        weights=options.weights,
+        data=options.data,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        progress=options.progress,
+    )
+
+
+def _refuse_text(name: str | None, options: Options) -> None:
+    """Sentences and their models belong to the tasks on sentences."""
+    for option, value, prefix in (("--model", options.model, encoders.PREFIX), ("--data", options.data, glue.PREFIX)):
+        if value is not None and value.startswith(prefix):
+            wrong = "needs a task" if name is None else f"doesn't go with --task {name}"
+            raise InputError(f"{option} {value} {wrong}: give --task {' or '.join(TEXT_TASKS)}")
 
 
 def _own(reference: str, options: Options) -> Task:

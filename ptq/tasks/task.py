@@ -8,6 +8,7 @@ from torch import nn
 
 from ptq.batches import Batches
 from ptq.errors import InputError
+from ptq.evaluation.metrics import checked_metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +46,7 @@ class Task:
     labels: tuple[str, ...] | None = None  # the names of the classes
     normalization: Normalization | None = None
     notes: tuple[str, ...] = ()  # what the user should be told
+    metric: str = "top1"  # what it is judged by, one of ptq.evaluation.metrics.METRICS
+
+    def __post_init__(self) -> None:
+        checked_metric(self.metric)

@@ -39,7 +39,7 @@ def cifar(tmp_path: Path) -> str:
 
 
 def test_names() -> None:
-    assert TASKS == ("digits", "cifar10-resnet20", "cifar10-resnet56", "cifar10-mobilenetv2")
+    assert TASKS == ("digits", "cifar10-resnet20", "cifar10-resnet56", "cifar10-mobilenetv2", "cola", "rte")
 
 
 def test_nothing_given_is_digits() -> None:
