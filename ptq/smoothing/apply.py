@@ -69,7 +69,11 @@ def smooth(
     skipped = {
         name: reason
         for name, layer in layers.items()
-        if (reason := _reason_to_skip(calibration.layers.get(name)) or channels.why_fixed(name, layer, owners))
+        if (
+            reason := _reason_to_skip(calibration.layers.get(name))
+            or channels.why_fixed(name, layer, owners)
+            or calibration.graph.fixed.get(name)
+        )
     }
     folded = torch.ones(1 + max((int(classes.max()) for classes in graph.readers.values()), default=0))
     factors: dict[str, Tensor] = {}

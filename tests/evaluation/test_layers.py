@@ -50,7 +50,7 @@ def test_accumulated_and_isolated_equal_the_definition(
     if form is not None:
         smoothed = ptq.smooth(small_network, calibration, 0.5, form=form)
         source, calibration = smoothed.model, smoothed.calibration
-        if form == "fold" and name != "head":
+        if form == "fold" and name in ("grouped", "up"):  # behind the others stands a clamp that is no module
             reader = list(PLACES)[list(PLACES).index(name) + 1]
             factor = smoothed.factors[reader].numpy()[:, None, None]
     quantized = ptq.quantize(source, calibration, bits="W4A4").model
