@@ -22,6 +22,7 @@ class ChannelGraph:
     """
 
     readers: dict[str, Tensor] = field(default_factory=dict)  # layer → the class of each input channel
+    siblings: list[list[str]] = field(default_factory=list)  # layers that read one and the same tensor
     producers: dict[str, Tensor] = field(default_factory=dict)  # layer → the class of each output channel
     parameters: dict[str, Tensor] = field(default_factory=dict)  # parameter → the class of each element
     clamps: dict[str, Tensor] = field(default_factory=dict)  # ReLU6 or Hardtanh → the class of each channel
@@ -79,6 +80,7 @@ class ChannelGraph:
             "reasons": self.reasons,
             "batchnorms": self.batchnorms,
             "fixed": self.fixed,
+            "siblings": self.siblings,
         }
         return tensors, described
 
@@ -90,6 +92,7 @@ class ChannelGraph:
                 for kind in _KINDS
             }
             fields |= {key: dict(described[key]) for key in ("clamp_axes", "reasons", "batchnorms", "fixed")}
+            fields["siblings"] = [list(names) for names in described["siblings"]]
         except KeyError as error:
             raise InputError(f"the graph of the calibration lacks {error}: calibrate again") from error
         return cls(**fields)

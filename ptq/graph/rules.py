@@ -98,10 +98,11 @@ def _layer(watch: Watch, op: Op) -> Labels:
         return None
     op.layer, layer = name, watch.layers[name]
     axis = channels.channel_axis(layer) % x.dim()
-    labels = watch.labels(x)
+    labels, value = watch.labels(x), watch.value(x)
+    if value is not None:
+        watch.reads.setdefault(name, []).append(value)
     if labels is None:
         read = torch.full((channels.input_channels(layer),), FIXED, dtype=torch.int32)
-        value = watch.value(x)
         watch.origins.setdefault(name, f"it reads {value.origin if value else 'an input of the model'}")
     else:
         others = [dim for dim in range(x.dim()) if dim != axis]

@@ -81,6 +81,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inputs: dict[str, Tensor] = {}  # layer → labels of the channels it reads
         self.outputs: dict[str, Tensor] = {}  # layer → labels of the channels it returns
         self.clamps: dict[str, tuple[int, Tensor]] = {}  # module → channel axis, labels
+        self.reads: dict[str, list[Value]] = {}  # layer → what it reads, call by call
         self.origins: dict[str, str] = {}  # layer that reads what can't be scaled → who made that
         self._layer_of = {id(layer.weight): name for name, layer in self.layers.items()}
         self._owners = owners = channels.weight_owners(model)
@@ -261,6 +262,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         clamps = that_are_read({name: labels for name, (_, labels) in self.clamps.items()})
         return ChannelGraph(
             readers=readers,
+            siblings=self._siblings(),
             producers=that_are_read(self.outputs),
             parameters=that_are_read(self._parameters),
             clamps=clamps,
@@ -292,6 +294,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in self.inputs or not self._calls[name]:
             return None
         return self._why_fixed[name] or "its weight isn't used as it is"
+
+    def _siblings(self) -> list[list[str]]:
+        """Layers of one kind of input that read one and the same tensor, where there are several."""
+        by_value: dict[tuple[Any, ...], list[str]] = {}
+        for name, values in self.reads.items():
+            layer = self.layers[name]
+            key = (*map(id, values), channels.channel_axis(layer), channels.input_channels(layer))
+            by_value.setdefault(key, []).append(name)
+        return [names for names in by_value.values() if len(names) > 1]
 
     def _reason(self, name: str, classes: Tensor | None, why: dict[int, str]) -> str | None:
         """Why a layer's input can't be scaled by what produces it."""

@@ -172,12 +172,17 @@ def check_smoothing(alpha: float | str, form: str, explicit: str, *, clip: bool)
 def _groups(
     layers: dict[str, channels.Layer], graph: ChannelGraph, skipped: dict[str, str], *, explicit: bool
 ) -> Iterator[list[str]]:
-    """Layers whose factors are chosen together: those that share classes, and each other layer by itself."""
+    """Layers whose factors are chosen together: those that share classes or read one tensor; others by themselves."""
     for group in graph.groups():
         if any(name not in skipped for name in group):
             yield group
     if explicit:
-        yield from ([name] for name in layers if name not in skipped and not graph.foldable(name))
+        alone = [name for name in layers if name not in skipped and not graph.foldable(name)]
+        for name in alone:
+            family = next((names for names in graph.siblings if name in names), [name])
+            together = [sibling for sibling in family if sibling in alone]
+            if together[0] == name:
+                yield together
 
 
 def _member(

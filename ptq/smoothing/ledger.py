@@ -32,9 +32,9 @@ def ledger_entry(
     before = calibration.layers[name].activation_absmax
     ranges = float(before.max()), float((before / factor).max())
     alpha = choice.alpha if choice else None
-    if not graph.foldable(name) and choice is not None and choice.alpha is not None:
-        return LedgerEntry(name, kind, "explicit", why_not_folded, alpha, (), *ranges)
     group = next((tuple(other for other in group if other != name) for group in groups if name in group), ())
+    if not graph.foldable(name) and choice is not None and choice.alpha is not None:
+        return LedgerEntry(name, kind, "explicit", why_not_folded, alpha, group, *ranges)
     return LedgerEntry(name, kind, "folded", f"into {_listing(graph.sources(name))}", alpha, group, *ranges)
 
 

@@ -126,6 +126,31 @@ def test_a_reused_layer_is_smoothed_for_all_of_its_calls() -> None:
     assert smoothed.proof is not None and smoothed.proof.output < 1e-6
 
 
+def test_layers_that_read_one_tensor_share_a_factor_also_where_it_is_explicit() -> None:
+    """Query, key and value of a transformer whose norm also feeds the residual stream."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.query, self.key = nn.Linear(6, 4), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = nn.functional.gelu(self.first(x))
+            return self.query(y) @ self.key(y).mT
+
+    torch.manual_seed(0)
+    model, batches = Attention(), [torch.randn(3, 5, 6)]
+    calibration = ptq.calibrate(model, batches)
+    smoothed = ptq.smooth(model, calibration, 0.5, batches=batches)
+    largest = torch.maximum(model.query.weight.abs().amax(0), model.key.weight.abs().amax(0)).detach()
+    expected = torch.sqrt(calibration.layers["query"].activation_absmax / largest)
+    for name, other in (("query", "key"), ("key", "query")):
+        torch.testing.assert_close(smoothed.factors[name], expected)
+        entry = next(entry for entry in smoothed.ledger if entry.layer == name)
+        assert entry.action == "explicit" and entry.shared_with == (other,)
+
+
 def test_a_wrong_rewrite_is_refused_with_the_first_layer_that_differs(
     small_network: nn.Module, small_batches: list[Tensor]
 ) -> None:
