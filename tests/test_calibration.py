@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import ptq
-from ptq.calibration import Calibration, calibrate
+from ptq.calibration import Calibration, calibrate, calibrate_in_steps
 from ptq.errors import ActivationError, InputError, MismatchError
 
 
@@ -213,3 +214,71 @@ def test_watching_the_model_does_not_see_the_statistics() -> None:
     """Statistics read every layer's input: counted as readers, they would keep a BatchNorm from being folded."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).eval()
     assert calibrate(model, [torch.randn(4, 3)], observer="entropy").batchnorms == {"0": "1"}
+
+
+@pytest.mark.parametrize("observer", ["max", "mse"])
+def test_padding_does_not_count(observer: str) -> None:
+    """Statistics of padded batches equal those of the tokens without their padding, whatever stands there."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.layer(x)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 4, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+    x[mask == 0] = 1000.0
+    model = Tagger()
+    layer = calibrate(model, [{"x": x, "attention_mask": mask}], observer).layers["layer"]
+    tokens = x[mask == 1]  # [9, 4]
+    assert torch.equal(layer.minimum, tokens.amin(0)) and torch.equal(layer.maximum, tokens.amax(0))
+    if layer.histogram is not None:
+        assert int(layer.histogram.counts.sum()) == tokens.numel()
+    assert layer.rows is not None and len(layer.rows) == len(tokens)
+    assert float(layer.rows.max()) < 100
+
+
+def test_one_pass_gives_the_calibration_after_each_step(small_network: nn.Module) -> None:
+    batches = list(torch.randn(5, 2, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
+    steps = calibrate_in_steps(small_network, batches, [2, 4, 9], "percentile")
+    assert [calibration.batches for calibration in steps] == [2, 4, 5]
+    for calibration in steps:
+        alone = calibrate(small_network, batches, "percentile", calibration.batches)
+        assert calibration.data_fingerprint == alone.data_fingerprint
+        for name, layer in alone.layers.items():
+            found = calibration.layers[name]
+            assert torch.equal(found.minimum, layer.minimum) and torch.equal(found.maximum, layer.maximum)
+            assert found.histogram is not None and layer.histogram is not None
+            assert torch.equal(found.histogram.counts, layer.histogram.counts)
+            assert found.rows is not None and layer.rows is not None and torch.equal(found.rows, layer.rows)
+
+
+def test_rows_depend_on_the_samples_and_not_on_how_they_are_batched(small_network: nn.Module) -> None:
+    x = torch.randn(320, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    one, other = (calibrate(small_network, x.split(size)).layers["stem"].rows for size in (7, 50))
+    assert one is not None and other is not None and len(one) == 128 * 16
+    assert torch.equal(one, other)
+
+
+def test_a_model_that_cannot_be_watched_is_calibrated_all_the_same() -> None:
+    """Nothing folds then, and smoothing divides in front of each layer."""
+
+    class Shy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if _get_current_dispatch_mode() is not None:
+                raise RuntimeError("not while somebody is looking")
+            return self.second(self.first(x).relu())
+
+    model, batches = Shy(), [torch.randn(6, 3)]
+    calibration = calibrate(model, batches)
+    assert "not while somebody is looking" in calibration.graph.reasons["second"]
+    smoothed = ptq.smooth(model, calibration, 0.5, batches=batches)
+    assert [entry.action for entry in smoothed.ledger] == ["explicit", "explicit"]
