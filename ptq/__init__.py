@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ptq import export
     from ptq.allocator import tune_allocator
     from ptq.batchnorm import fold_batchnorms
     from ptq.calibration import Calibration, LayerStatistics, calibrate
@@ -41,6 +42,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "evaluate",
+    "export",
     "fold_batchnorms",
     "format",
     "layer_errors",
@@ -85,6 +87,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("ptq")
+    if name == "export":  # a room that can be called: ptq.export(…), and ptq.export.nvidia
+        return importlib.import_module("ptq.export")
     if name not in _HOMES:
         raise AttributeError(f"module 'ptq' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -138,9 +138,14 @@ def evaluate(
     screen: Screen,
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     error_batches: Annotated[int, typer.Option(help="Batches for the per-layer errors.")] = 8,
+    placement: Annotated[
+        str, typer.Option(help="layers: quantizers in front of layers; deploy: also where an exported file has them.")
+    ] = "layers",
 ) -> None:
     """Measure float, quantized, and smoothed and quantized, on the same images and layer by layer."""
-    rows, result = run.evaluate(images=images, error_batches=error_batches)
+    if placement not in ("layers", "deploy"):
+        raise InputError(f"--placement {placement!r}: choose layers or deploy")
+    rows, result = run.evaluate(images=images, error_batches=error_batches, deploy=placement == "deploy")
     from ptq.report.tables import accuracy_table, layer_error_table
 
     smoothed = run.smoothed() if result["alpha"] is not None else None
@@ -195,6 +200,36 @@ def sweep_calibration(run: "Run", screen: Screen, sizes: str, alphas: str, bits:
     picture = run.folder / "calibration_sizes.png"
     plots.save(size_plots.calibration_sizes(study, f"{run.task.name}: how much calibration data is enough"), picture)
     screen.show([size_plots.sizes_table(study)], [run.sizes_file, picture], study.to_json())
+
+
+@command
+def export(
+    run: "Run",
+    screen: Screen,
+    target: Annotated[str, typer.Option("--for", help="onnxruntime or tensorrt.")] = "onnxruntime",
+    variant: Annotated[
+        str | None, typer.Option(help="How integers are stored; measured and chosen if not said.")
+    ] = None,
+    opset: Annotated[int | None, typer.Option(help="Of the ONNX file.")] = None,
+    pack_weights: Annotated[bool, typer.Option("--pack-weights", help="4-bit weights as int4.")] = False,
+    images: Annotated[int | None, typer.Option(help="Measure on the first so many images only.")] = None,
+) -> None:
+    """Write an int8 ONNX file of the quantized network, then measure accuracy, parity and speed on that file."""
+    exported = run.export(target=target, variant=variant, opset=opset, pack_weights=pack_weights, images=images)
+    from ptq.export import summary
+    from ptq.report.tables import pairs_table
+
+    screen.show([pairs_table(summary(exported))], sorted(run.export_folder.iterdir()), exported.to_json())
+
+
+@command
+def doctor(run: "Run", screen: Screen) -> None:
+    """Say what this machine and this installation can do."""
+    from ptq.export import doctor as facts
+    from ptq.report.tables import facts_table
+
+    found = facts()
+    screen.show([facts_table(found)], [], found)
 
 
 @command

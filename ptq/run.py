@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from ptq.smoothing import Alpha, Explicit, Form, Smoothed, check_smoothing, smoo
 from ptq.storage import read_json, write_json
 from ptq.sweeping import Sweep, check_plan, sweep
 from ptq.tasks import DEFAULT, Task, folder_name, resolve
+
+if TYPE_CHECKING:
+    from ptq.export import Exported
 
 ROOT = Path("reports")
 DEFAULT_BATCHES = 200
@@ -151,6 +154,10 @@ class Run:
         return self.folder / "sweep.json"
 
     @property
+    def export_folder(self) -> Path:
+        return self.folder / "export"
+
+    @property
     def sizes_file(self) -> Path:
         return self.folder / "calibration_sizes.json"
 
@@ -232,6 +239,44 @@ class Run:
         quantized.save(self.quantized_file)
         return quantized
 
+    def quantized(self) -> tuple[Quantized, Smoothed | None]:
+        """The quantized network of this folder, made first if it isn't there, and the smoothing it was made from."""
+        if not self.quantized_file.exists():
+            self.say(f"{self.quantized_file} isn't there yet: quantizing first")
+            self.quantize(Scheme())
+        calibration, smoothed = self.calibration(), self.smoothed()
+        if smoothed is not None:
+            try:
+                return Quantized.load(self.quantized_file, smoothed.model, smoothed.calibration), smoothed
+            except MismatchError:
+                pass  # quantized with --no-smooth
+        return Quantized.load(self.quantized_file, self.task.model, calibration), None
+
+    def export(
+        self,
+        *,
+        target: str = "onnxruntime",
+        variant: str | None = None,
+        opset: int | None = None,
+        pack_weights: bool = False,
+        images: int | None = None,
+    ) -> Exported:
+        """Write the int8 ONNX file of the quantized network, and measure that file."""
+        from ptq.export import DEFAULT_OPSET, export_task
+
+        quantized, _ = self.quantized()
+        return export_task(
+            quantized,
+            self.export_folder,
+            self.task,
+            images=images,
+            target=target,
+            variant=variant,
+            opset=DEFAULT_OPSET if opset is None else opset,
+            pack_weights=pack_weights,
+            progress=self.progress,
+        )
+
     def pack(self, rules: Mapping[str, str]) -> tuple[PackedCheckpoint, int]:
         """Pack the float checkpoint by the rules of its kinds of weights; returns it and the size of the file."""
         checkpoint = pack(self.task.model.state_dict(), rules, model=self.task.model)
@@ -245,20 +290,16 @@ class Run:
             raise InputError(f"layer {name!r}: the model has none of that name, but {', '.join(names[:6])} …")
         return name, *input_and_gradient(self.task.model, next(iter(self.task.calibration)), name)
 
-    def evaluate(self, *, images: int | None = None, error_batches: int = 8) -> tuple[list[Row], dict[str, Any]]:
-        """Float, quantized, and smoothed and quantized, on the same images; returns the rows and what was written."""
+    def evaluate(
+        self, *, images: int | None = None, error_batches: int = 8, deploy: bool = False
+    ) -> tuple[list[Row], dict[str, Any]]:
+        """Float, quantized, and smoothed and quantized, on the same images; returns the rows and what was written.
+
+        ``deploy`` adds the network with its quantizers where the exported file has them.
+        """
         labelled = limited(self.task.evaluation, images)
-        if not self.quantized_file.exists():
-            self.say(f"{self.quantized_file} isn't there yet: quantizing first")
-            self.quantize(Scheme())
-        task, calibration, smoothed = self.task, self.calibration(), self.smoothed()
-        source, statistics = (smoothed.model, smoothed.calibration) if smoothed else (task.model, calibration)
-        try:
-            quantized = Quantized.load(self.quantized_file, source, statistics)
-        except MismatchError:
-            if smoothed is None:
-                raise
-            smoothed, quantized = None, Quantized.load(self.quantized_file, task.model, calibration)
+        task, calibration = self.task, self.calibration()
+        quantized, smoothed = self.quantized()
         bits = str(quantized.scheme.bits)
         plain = quantize_by(quantized.scheme, task.model, calibration, quantized.observer)
         networks = {"float": task.model, bits: plain.model}
@@ -270,6 +311,11 @@ class Run:
             is_float = model is task.model
             errors = None if is_float else layer_errors(task.model, model, task.calibration, max_batches=error_batches)
             rows.append(Row(name, answers, errors))
+        if deploy:
+            from ptq.export import deployed
+
+            model = deployed(quantized, next(iter(task.calibration)), task.calibration)
+            rows.append(Row(f"{rows[-1].name}, as deployed", evaluate(model, labelled, metric=task.metric), {}))
         result = {
             "kind": "evaluation",
             "schema": 1,

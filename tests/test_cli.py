@@ -357,3 +357,16 @@ def test_calibration_file_is_what_the_library_writes(cli: Cli, digits: ptq.Task,
     by_command = tmp_path / "reports/digits/calibration.safetensors"
     assert by_command.read_bytes() == (tmp_path / "by_library.safetensors").read_bytes()
     assert Calibration.load(by_command).batches == 3
+
+
+def test_export_measures_the_file_and_doctor_tells_the_facts(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    shown = cli("export", "--images", "64", "--json").json
+    folder = tmp_path / "reports/digits/export"
+    assert {path.name for path in folder.iterdir()} == {"model.int8.onnx", "export.json", "model.json", "run.py"}
+    written = json.loads((folder / "export.json").read_text())
+    assert shown["agreement"] == written["agreement"] and written["agreement"]["same_top1"] >= 99.5
+    facts = cli("doctor", "--json").json
+    assert facts["torch"]["version"] == torch.__version__ and facts["cpu"]["u8s8_saturates"] in (True, False)
+    wrong = cli("export", "--for", "toaster")
+    assert wrong.code == 1 and "toaster" in wrong.err and len(wrong.err.splitlines()) == 1

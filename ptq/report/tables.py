@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -21,6 +22,31 @@ def plain_table(title: str, *columns: str, caption: str | None = None) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
+
+
+def pairs_table(pairs: Sequence[tuple[str, str]]) -> Table:
+    """Names and texts, side by side."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, text in pairs:
+        table.add_row(name, text)
+    return table
+
+
+def facts_table(facts: Mapping[str, Any]) -> Table:
+    """Nested facts, one a line."""
+    pairs: list[tuple[str, str]] = []
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                add(f"{name} {key}".strip(), part)
+        elif isinstance(value, (list, tuple)):
+            pairs.append((name, ", ".join(map(str, value)) or "none"))
+        else:
+            pairs.append((name, "not there" if value is None else str(value)))
+
+    add("", {key: value for key, value in facts.items() if key not in ("kind", "schema")})
+    return pairs_table(pairs)
 
 
 def calibration_table(calibration: Calibration) -> Table:
