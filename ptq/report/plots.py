@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ptq.storage import replacing
-from ptq.sweeping import AUTO, Accuracy, Sweep
+from ptq.sweeping import Accuracy, Alpha, Sweep
 
 # Okabe and Ito's palette, without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -38,21 +38,32 @@ def score_label(accuracy: Accuracy | None) -> str:
     return "Matthews correlation × 100" if accuracy and accuracy.metric == "matthews" else "top-1 accuracy (%)"
 
 
+# α that isn't a number: how its line is drawn, and what it is called in short and at length.
+_LINES: dict[Alpha, tuple[str, str, str]] = {
+    None: ("--", "none", "none: not smoothed"),
+    "auto": (":", "by layer", "by layer: α chosen for each"),
+    "auto+clip": ("-.", "clipped", "clipped: with α and ranges by layer"),
+}
+
+
 def alpha_sweep(sweep: Sweep, title: str) -> Figure:
-    """Accuracy against α: one curve for each number of bits, with the unsmoothed and the float network as lines."""
+    """Accuracy against α: one curve for each number of bits, and lines for what has no α or one for each layer."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 4.8), layout="constrained")
+        figure = Figure(figsize=(8, 4.4 + 0.22 * len(sweep.bits)), layout="constrained")
         axes = figure.add_subplot()
         for colour, bits in zip(_cycle(len(sweep.bits)), sweep.bits, strict=True):
             _draw_curve(axes, sweep, bits, colour)
         if sweep.reference is not None:
-            label = f"float: {sweep.reference.score:.2f} %"
+            label = f"float: {sweep.reference.score:.2f}"
             axes.axhline(sweep.reference.score, color="black", linewidth=1, label=label, zorder=1)
+        for alpha, (style, _, name) in _LINES.items():
+            if any(point.alpha == alpha for point in sweep.points):
+                axes.plot([], [], color="grey", linestyle=style, label=name)
         axes.set_xlabel("α  (0: weights stay as they are, 1: activations become even)")
         axes.set_ylabel(score_label(sweep.reference))
         axes.set_xlim(-0.02, 1.02)
         axes.set_title(title, loc="left")
-        figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
@@ -60,22 +71,17 @@ def _draw_curve(axes: Any, sweep: Sweep, bits: str, colour: str) -> None:
     curve = sweep.curve(bits)
     alphas = [point.alpha for point in curve]
     best = sweep.best(bits)
-    label = f"{bits}: best α = {best.alpha:g}, {best.accuracy.score:.2f} %"
+    scores = [f"best α = {best.alpha:g}: {best.accuracy.score:.2f}"]
+    for alpha, (style, name, _) in _LINES.items():
+        point = sweep.find(bits, alpha)
+        if point is not None:
+            axes.axhline(point.accuracy.score, color=colour, linestyle=style, linewidth=1.2)
+            scores.append(f"{name} {point.accuracy.score:.2f}")
+    label = f"{bits}, {', '.join(scores)}"
     axes.plot(alphas, [point.accuracy.score for point in curve], "o-", color=colour, markersize=3.5, label=label)
     lows, highs = zip(*(point.accuracy.interval for point in curve), strict=True)
     axes.fill_between(alphas, lows, highs, color=colour, alpha=0.15, linewidth=0)
     axes.plot(best.alpha, best.accuracy.score, "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.5)
-    for alpha, style in zip(AUTO, (":", "-."), strict=True):
-        point = sweep.find(bits, alpha)
-        if point is not None:
-            label = (
-                f"{bits} {'α by layer' if alpha == 'auto' else 'α and clipping by layer'}: {point.accuracy.score:.2f} %"
-            )
-            axes.axhline(point.accuracy.score, color=colour, linestyle=style, linewidth=1.2, label=label)
-    plain = sweep.find(bits, None)
-    if plain is not None:
-        score = plain.accuracy.score
-        axes.axhline(score, color=colour, linestyle="--", linewidth=1, label=f"{bits} not smoothed: {score:.2f} %")
 
 
 def alpha_sweep_layers(sweep: Sweep, title: str) -> Figure:
