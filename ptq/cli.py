@@ -88,7 +88,7 @@ class Screen:
             typer.echo("wrote " + ", ".join(names))
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., None], *, group: typer.Typer = app) -> Callable[..., None]:
     """Register a command: it gets a Run and a Screen made from the common options, then its own options."""
     own = list(inspect.signature(function).parameters.values())[2:]
     common = [
@@ -118,7 +118,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "bits_or_file"]
     wrapper.__signature__ = inspect.Signature([*parameters, *common])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*parameters, *common]}
-    return app.command()(wrapper)
+    return group.command(function.__name__.strip("_"))(wrapper)
 
 
 def _open_run(options: dict[str, Any], screen: Screen) -> "Run":
@@ -176,7 +176,8 @@ def _root(
 
 def main() -> None:
     """The ``ptq`` command: errors in the options are one line too."""
-    import ptq.commands  # noqa: F401 (registers them)
+    import ptq.commands
+    import ptq.train_commands  # noqa: F401 (they register themselves)
 
     try:
         code = app(standalone_mode=False)

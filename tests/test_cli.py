@@ -370,3 +370,12 @@ def test_export_measures_the_file_and_doctor_tells_the_facts(cli: Cli, tmp_path:
     assert facts["torch"]["version"] == torch.__version__ and facts["cpu"]["u8s8_saturates"] in (True, False)
     wrong = cli("export", "--for", "toaster")
     assert wrong.code == 1 and "toaster" in wrong.err and len(wrong.err.splitlines()) == 1
+
+
+def test_a_baseline_is_trained_and_named(cli: Cli, tmp_path: Path) -> None:
+    shown = cli("train", "float", "--epochs", "1", "--images", "256", "--json").json
+    folder = tmp_path / "reports/digits/baselines/float"
+    assert {path.name for path in folder.iterdir()} >= {"baseline.json", "metrics.jsonl", "model.safetensors"}
+    assert shown["n"] == 450 and json.loads((folder / "baseline.json").read_text())["score"] == shown["score"]
+    wrong = cli("train", "ddp", "--gradients", "nonsense:bits=3", "--epochs", "1")
+    assert wrong.code == 1 and "nonsense" in wrong.err and len(wrong.err.splitlines()) == 1

@@ -21,10 +21,10 @@ FLOORS = [
     {"calibration"},
     {"smoothing", "quantization"},
     {"evaluation", "tasks"},
-    {"export", "sizing", "sweeping"},
+    {"export", "refinement", "sizing", "sweeping", "training"},
     {"run"},
     {"report"},
-    {"cli", "commands"},
+    {"cli", "commands", "train_commands"},
     {"__init__", "__main__"},
 ]
 

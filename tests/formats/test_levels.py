@@ -203,7 +203,7 @@ def test_three_bits_are_learned_in_twenty_milliseconds() -> None:
     levels.alq(distribution)
     fastest = float("inf")
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()  # a busy machine doesn't count
         levels.alq(distribution)
-        fastest = min(fastest, time.perf_counter() - started)
+        fastest = min(fastest, time.process_time() - started)
     assert fastest < 0.02
