@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
     from ptq.formats import Format, Packed, format
     from ptq.packing import PackedCheckpoint, pack
-    from ptq.quantization import Bits, Quantized, Scheme, quantize
+    from ptq.quantization import Bits, Quantized, Scheme
+    from ptq.refinement import quantize
     from ptq.smoothing import ALPHAS, Smoothed, smooth
     from ptq.sweeping import Sweep, sweep
     from ptq.tasks import Task
@@ -75,7 +76,7 @@ _HOMES = {
     "format": "ptq.formats",
     "layer_errors": "ptq.evaluation",
     "pack": "ptq.packing",
-    "quantize": "ptq.quantization",
+    "quantize": "ptq.refinement",
     "smooth": "ptq.smoothing",
     "sweep": "ptq.sweeping",
     "tune_allocator": "ptq.allocator",

@@ -101,6 +101,9 @@ def quantize(
     activation_format: Annotated[
         str | None, typer.Option(help="A number format for the activations; its ranges come from each batch.")
     ] = None,
+    refine: Annotated[
+        str, typer.Option(help="none, fast (layer by layer, a minute) or best (blocks learned too, minutes).")
+    ] = "none",
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric activations, zero-point 0.")] = False,
     keep_batchnorm: Annotated[bool, typer.Option("--keep-batchnorm", help="Don't fold BatchNorm first.")] = False,
     use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use the smoothed model, if any.")] = True,
@@ -121,7 +124,7 @@ def quantize(
         symmetric_activations=symmetric,
         fold_batchnorm=not keep_batchnorm,
     )
-    quantized = run.quantize(scheme, use_smoothed=use_smoothed, observer=observer)
+    quantized = run.quantize(scheme, use_smoothed=use_smoothed, observer=observer, refine=refine)  # type: ignore[arg-type]
     from ptq.report.tables import quantized_table
 
     result = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
 from ptq.packing import PackedCheckpoint, pack
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
+from ptq.refinement import Refine
+from ptq.refinement import refine as refine_network
 from ptq.sizing import SizeStudy, calibration_sizes
 from ptq.smoothing import Alpha, Explicit, Form, Smoothed, check_smoothing, smooth
-from ptq.storage import read_json, write_json
+from ptq.storage import fingerprint, read_json, write_json
 from ptq.sweeping import Sweep, check_plan, sweep
 from ptq.tasks import DEFAULT, Task, folder_name, resolve
 
@@ -228,14 +230,27 @@ class Run:
             raise MismatchError(f"{self.smoothed_file}: made from another calibration: run `ptq smooth` again")
         return Smoothed.load(self.smoothed_file, self.task.model, of_smoothed)
 
-    def quantize(self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None) -> Quantized:
+    def quantize(
+        self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None, refine: Refine = "none"
+    ) -> Quantized:
+        if refine not in get_args(Refine):
+            raise InputError(f"--refine {refine!r}: choose none, fast or best")
         smoothed = self.smoothed() if use_smoothed else None
+        model, calibration = (
+            (smoothed.model, smoothed.calibration) if smoothed else (self.task.model, self.calibration())
+        )
         if smoothed is None:
             self.say("quantizing the model as it is")
-            quantized = quantize_by(scheme, self.task.model, self.calibration(), observer)
         else:
             self.say(f"quantizing the smoothed model ({smoothed.title}); --no-smooth takes the plain one")
-            quantized = quantize_by(scheme, smoothed.model, smoothed.calibration, observer)
+        if refine == "none":
+            quantized = quantize_by(scheme, model, calibration, observer)
+        else:
+            batches = self.task.calibration
+            refined = refine_network(model, calibration, scheme, batches, refine, observer=observer)
+            for layer, reason in refined.skipped.items():
+                self.say(f"{layer}: not refined, {reason}")
+            quantized = refined
         quantized.save(self.quantized_file)
         return quantized
 
@@ -305,6 +320,8 @@ class Run:
         networks = {"float": task.model, bits: plain.model}
         if smoothed:
             networks[f"{bits}, smoothed {smoothed.title.replace(' = ', '=')}"] = quantized.model
+        elif fingerprint(quantized.model) != fingerprint(plain.model):
+            networks[f"{bits}, refined"] = quantized.model
         rows = []
         for name, model in networks.items():
             answers = evaluate(model, labelled, metric=task.metric, progress=name if self.progress else None)

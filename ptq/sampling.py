@@ -89,7 +89,7 @@ class RowSample:
     def __init__(self, layer: channels.Layer, budget: int = BUDGET, seed: int = 0) -> None:
         self.seed = seed
         self.channels = channels.input_channels(layer)
-        self._windows = _windows_of(layer)
+        self._windows = windows_of(layer)
         self._padding_mode = "zeros" if isinstance(layer, nn.Linear) else layer.padding_mode
         self._tokens = isinstance(layer, nn.Linear)
         self.taps = math.prod(window.taps for window in self._windows)
@@ -258,7 +258,7 @@ def _plan(windows: Sequence[_Window], sizes: tuple[int, ...], count: int, seed: 
     return _Plan(rows, index.flatten().to(device), None if all_inside else inside.flatten().float().to(device))
 
 
-def _windows_of(layer: channels.Layer) -> list[_Window]:
+def windows_of(layer: channels.Layer) -> list[_Window]:
     if isinstance(layer, nn.Linear):
         return [_Window()]
     if layer.transposed:

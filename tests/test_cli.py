@@ -379,3 +379,13 @@ def test_a_baseline_is_trained_and_named(cli: Cli, tmp_path: Path) -> None:
     assert shown["n"] == 450 and json.loads((folder / "baseline.json").read_text())["score"] == shown["score"]
     wrong = cli("train", "ddp", "--gradients", "nonsense:bits=3", "--epochs", "1")
     assert wrong.code == 1 and "nonsense" in wrong.err and len(wrong.err.splitlines()) == 1
+
+
+def test_refinement_goes_all_the_way(cli: Cli) -> None:
+    cli("calibrate", "--batches", "2")
+    cli("quantize", "--bits", "W3A4", "--refine", "fast")
+    refined = cli("evaluate", "--json", "--images", "128", "--error-batches", "1").json
+    names = [row["name"] for row in refined["networks"]]
+    assert names == ["float", "W3A4", "W3A4, refined"]
+    wrong = cli("quantize", "--refine", "magic")
+    assert wrong.code == 1 and "magic" in wrong.err and len(wrong.err.splitlines()) == 1

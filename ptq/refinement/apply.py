@@ -1,0 +1,98 @@
+"""Refine a quantized network, in the order of execution."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from ptq.attention import split_attention
+from ptq.batches import Batches, calls, limited
+from ptq.batchnorm import fold_batchnorms
+from ptq.calibration import Calibration
+from ptq.errors import InputError
+from ptq.hooks import evaluating
+from ptq.quantization import Bits, Quantized, Scheme
+from ptq.quantization.apply import quantize_by
+from ptq.refinement.blocks import refine_blocks
+from ptq.refinement.usage import Usage, layers_in, look_at_usage
+from ptq.refinement.walking import LayerRefiner, Networks, ways_through
+
+Effort: TypeAlias = Literal["fast", "best"]
+SAMPLES = 1024
+ROWS = 16384
+MEMORY = 2**31  # bytes that the maps of all samples may take
+_MAPS_HELD = 6  # of the largest size, by a sample: input, output and shortcut in each of the two networks
+
+
+@dataclass(kw_only=True)
+class Refined(Quantized):
+    """A quantized copy of a model whose layers were refined, and what was left as it was."""
+
+    skipped: dict[str, str] = field(default_factory=dict)  # layer → why it is only rounded
+    blocks: dict[str, list[str]] = field(default_factory=dict)  # what was learned as a whole → its layers
+    samples: int = 0  # that it was refined on
+
+
+def refine(
+    model: nn.Module,
+    calibration: Calibration,
+    scheme: Scheme,
+    batches: Batches,
+    effort: Effort = "fast",
+    *,
+    samples: int = SAMPLES,
+    rows: int = ROWS,
+    memory: int = MEMORY,
+    seed: int = 0,
+    observer: str | None = None,
+) -> Refined:
+    """Quantize a copy of the model as the scheme says, and refine it layer by layer on unlabelled batches.
+
+    In the order of execution each layer gets the rows that arrive in the quantized network, made of the layers
+    refined so far, and those of the float one. On a sample of them are chosen: the range of the input, the weight by
+    ridge least squares towards the float output, its rounding with compensation, its scales, and the bias, such that
+    the mean residual is zero. With the effort ``best`` the layers of each block are then learned together. The same
+    seed and batches give the same network.
+
+    The first ``samples`` of the batches are used, fewer where their maps would take more than ``memory`` bytes; each
+    layer sees about ``rows`` rows.
+    """
+    if effort not in get_args(Effort):
+        raise InputError(f"effort {effort!r}: choose one of {', '.join(get_args(Effort))}")
+    plain = quantize_by(scheme, model, calibration, observer)
+    reference = copy.deepcopy(model)
+    split_attention(reference)
+    fold_batchnorms(reference, plain.batchnorms)
+    networks = Networks(reference, plain.model)
+    with evaluating(*networks.both), torch.no_grad():
+        first = next(iter(calls(batches, model, 1)), None)
+        if first is None:
+            raise InputError("refine: the data has no batch: give some of the calibration's")
+        usage = look_at_usage(reference, first)
+        affordable = max(1, memory // max(1, _MAPS_HELD * usage.largest_map))
+        given = list(calls(limited(batches, min(samples, affordable)), model))
+        skipped = {name: reason for name, bits in plain.bits.items() if (reason := _why_left(name, bits, usage))}
+        names = [name for name in usage.layers if name in plain.bits and name not in skipped]
+        refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
+        blocks: dict[str, list[str]] = {}
+        if effort == "fast":
+            refiner.refine(ways_through(networks, given), names)
+        else:
+            blocks = usage.blocks(names)
+            # What is only rounded passes no gradient on.
+            blocks = {name: inside for name, inside in blocks.items() if not layers_in(name, list(skipped))}
+            refine_blocks(refiner, given, names, blocks)
+    return Refined(**vars(plain), skipped=skipped, blocks=blocks, samples=sum(call.samples for call in given))
+
+
+def _why_left(name: str, bits: Bits, usage: Usage) -> str | None:
+    if bits.weight_format or bits.activation_format:
+        return "it is held in a number format of its own"
+    times = usage.layers.get(name, 0)
+    if times != 1:
+        return f"it runs {times} times in a forward pass" if times else "it doesn't run on the first sample"
+    return None

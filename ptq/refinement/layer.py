@@ -1,0 +1,166 @@
+"""One layer refined: from the rows it meets in the quantized network towards what the float layer gives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ptq import channels
+from ptq.formats import affine
+from ptq.quantization.modules import FakeQuantize
+from ptq.refinement import rounding
+from ptq.refinement.rows import contributions, weight_matrix, write_weight
+
+DAMPING = 0.001  # λ of the least squares and of the rounding, as a share of the mean diagonal
+_ROUNDS = 3  # of coordinate descent and scales fitted again
+_COARSE = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # shares of an activation's range: 1.0 … 0.2
+_FINE = 0.05  # steps around the best of them
+_ROWS_FOR_RANGES = 4096
+_WORK = 2**36  # multiplications that looking for the scales of one layer may cost
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What least squares needs of rows X [R, n] and outputs Y [R, o], group by group."""
+
+    gram: Tensor  # [g, n, n], XᵀX / R
+    cross: Tensor  # [g, n, o], XᵀY / R
+    row_mean: Tensor  # [g, 1, n]; zero where X and Y were not centered
+    output_mean: Tensor  # [g, 1, o]
+
+    @classmethod
+    def of(cls, rows: Tensor, outputs: Tensor, *, centered: bool) -> Moments:
+        """Centered where the layer has a bias, which takes care of the means."""
+        row_mean, output_mean = rows.mean(1, keepdim=True), outputs.mean(1, keepdim=True)
+        if centered:
+            rows, outputs = rows - row_mean, outputs - output_mean
+        count = rows.shape[1]
+        return cls((rows.mT @ rows).double() / count, (rows.mT @ outputs).double() / count, row_mean, output_mean)
+
+    def solve(self, weight: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
+        """The ridge solution near ``weight``, and the Hessian of the error around it."""
+        hessian = rounding.damped(self.gram, damping)
+        return rounding.ridge_solution(hessian, self.gram, self.cross, weight.double()), hessian
+
+
+@torch.no_grad()
+def refine_layer(
+    layer: channels.Layer,
+    float_layer: channels.Layer,
+    bits: int | None,
+    quantizer: FakeQuantize | None,
+    extent: tuple[float, float] | None,
+    rows: Tensor,
+    float_rows: Tensor,
+) -> None:
+    """Choose the range of the input, then the weight and its scales, then the bias.
+
+    ``rows`` [g, R, n] are what arrives in the quantized network, before the input's quantizer, ``float_rows`` the
+    same in the float one; ``extent`` is the range of the input that the calibration saw, None to keep the one
+    that the quantizer has. ``bits`` None leaves the weight off any grid.
+    """
+    wanted = weight_matrix(float_layer.weight, float_layer)  # [g, o, n]
+    outputs = float_rows @ wanted.mT  # [g, R, o]
+    several = contributions(layer)
+    centered = layer.bias is not None and several == 1
+    if quantizer is not None:
+        if extent is not None:
+            choose_range(quantizer, extent, rows, outputs, wanted, centered=centered)
+        rows = quantizer(rows)
+    moments = Moments.of(rows, outputs, centered=centered)
+    solution, hessian = moments.solve(wanted)
+    weight = solution.to(wanted)
+    if bits is not None:
+        weight, scale = round_weight(weight, hessian.to(wanted), bits, several)
+        layer.weight_scale.copy_(scale.flatten())  # type: ignore[operator]
+    write_weight(layer, weight)
+    if layer.bias is not None:
+        assert float_layer.bias is not None
+        residual = moments.output_mean - moments.row_mean @ weight.mT  # [g, 1, o]
+        layer.bias.copy_(float_layer.bias + output_shift(residual, layer))
+
+
+def output_shift(residual: Tensor, layer: channels.Layer) -> Tensor:
+    """What a mean residual of the rows' products [g, 1, O/g · m] is in the output: ``[O]``.
+
+    Where an input pixel gives m products to each channel, they fall on ``Π stride`` output positions (borders aside).
+    """
+    if isinstance(layer, nn.Linear) or contributions(layer) == 1:
+        return residual.flatten()
+    return residual.reshape(-1, contributions(layer)).sum(1) / math.prod(layer.stride)
+
+
+def round_weight(target: Tensor, hessian: Tensor, bits: int, several: int = 1) -> tuple[Tensor, Tensor]:
+    """The weight on a grid near the target [g, o, n], by ``(w - t) H (w - t)ᵀ``, and the scales [g, o / several].
+
+    For each output channel: compensated rounding with the scales of several clipping ratios, the best of which goes
+    through rounds of coordinate descent and of fitting the scale to the codes. ``several`` consecutive rows share
+    one scale.
+    """
+    first, last = affine.code_range(bits, symmetric=True)
+    absmax = target.abs().reshape(len(target), -1, several * target.shape[2]).amax(2)  # [g, O]
+    best, error, spread = target, torch.full_like(target[:, :, 0], torch.inf), torch.ones_like(target[:, :, 0])
+    for ratio in _clip_ratios(target, bits):
+        scale = affine.symmetric_scale(absmax * ratio, bits).to(target).repeat_interleave(several, 1)
+        found = rounding.compensated(target, hessian, scale, first, last)
+        found_error = rounding.shared_sum(rounding.output_error(found, target, hessian), several)
+        better = found_error < error
+        error, spread = torch.where(better, found_error, error), torch.where(better, scale, spread)
+        best = torch.where(better[:, :, None], found, best)
+    for _ in range(_ROUNDS):
+        best = rounding.descended(best, target, hessian, spread, first, last)
+        codes = (best / spread[:, :, None]).round_()
+        spread = rounding.refitted_scale(best, target, hessian, spread, several)
+        best = codes * spread[:, :, None]
+    return best, spread[:, ::several]
+
+
+def choose_range(
+    quantizer: FakeQuantize,
+    extent: tuple[float, float],
+    rows: Tensor,
+    outputs: Tensor,
+    weight: Tensor,
+    *,
+    centered: bool,
+) -> None:
+    """Set the range, as shares of both ends of the extent, whose quantized rows give the least squared error.
+
+    First one share for both ends, with the weight as it is. Then, where the rows are enough to tell, around it, and
+    each end by itself, with the weight that least squares would find.
+    """
+    step = math.ceil(rows.shape[1] / _ROWS_FOR_RANGES)
+    rows, outputs = rows[:, ::step], outputs[:, ::step]
+
+    def quantized(shares: tuple[float, float]) -> Tensor:
+        quantizer.set_range(extent[0] * shares[0], extent[1] * shares[1])
+        found: Tensor = quantizer(rows)
+        return found
+
+    def error(shares: tuple[float, float]) -> float:
+        return float((quantized(shares) @ weight.mT - outputs).square().sum())
+
+    def error_after_solving(shares: tuple[float, float]) -> float:
+        found = quantized(shares)
+        solution = Moments.of(found, outputs, centered=centered).solve(weight)[0].to(weight)
+        left = found @ solution.mT - outputs
+        return float((left - left.mean(1, keepdim=True) if centered else left).square().sum())
+
+    best = min(((share, share) for share in _COARSE), key=error)
+    if rows.shape[1] >= 4 * rows.shape[2]:
+        together = quantizer.symmetric or not extent[0] < 0 < extent[1]
+        for moves_low, moves_high in [(True, True), *([] if together else [(False, True), (True, False)])]:
+            steps = [_FINE * i for i in range(-3, 4)]
+            near = [(best[0] + moves_low * step, best[1] + moves_high * step) for step in steps]
+            best = min((shares for shares in near if min(shares) > 0.01), key=error_after_solving)
+    quantized(best)
+
+
+def _clip_ratios(target: Tensor, bits: int) -> list[float]:
+    """1, and smaller ones in even steps: ten, or as many as the work allows."""
+    groups, outputs, inputs = target.shape
+    count = min(10, max(1, _WORK // (groups * outputs * inputs**2)))
+    return [1 - 0.6 * i / count for i in range(count)] if bits < 8 else [1.0]

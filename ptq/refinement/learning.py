@@ -1,0 +1,222 @@
+"""Layers learned together: weights, biases and the scales of inputs, towards what the float layers give, unlabelled.
+
+Inputs are quantized while learning, and rounding passes the gradient straight through (LSQ). Weights leave their
+grid: moved on it by such gradients they end up worse than compensated rounding left them, at a few hundred steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ptq import channels
+from ptq.batches import Call
+from ptq.formats import affine
+from ptq.quantization.modules import ATTRIBUTE, FakeQuantize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How long and how fast to learn; the rates fall to zero along a cosine."""
+
+    steps: int
+    samples: int = 32  # in a step
+    weights: float = 0.02  # rate of the weights, in steps of their grid
+    scales: float = 0.002  # rate of the inputs' scales, as a share of them
+    biases: float = 0.002  # rate of the biases, in steps of the weight times the range of the input
+
+
+def learn(
+    block: nn.Module,
+    layers: Mapping[str, channels.Layer],
+    given: Sequence[Call],
+    targets: Sequence[Tensor],
+    recipe: Recipe,
+    seed: int = 0,
+) -> None:
+    """Move the weights, biases and input scales of a block's layers to bring its outputs to the targets.
+
+    The loss is the squared error of the block's output, minimised by Adam over parts of the given calls. The weights
+    leave their grid: they are to be rounded again. ``layers`` are by name within the block.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts = [part for pair in zip(given, targets, strict=True) for part in _parts(*pair, recipe.samples)]
+    energy = sum(float(target.square().sum()) for target in targets) / sum(target.numel() for target in targets)
+    with torch.enable_grad(), _learned_inputs(layers) as inputs:
+        learned = [_LearnedLayer(name, layer, inputs.get(name)) for name, layer in layers.items()]
+        optimizer = torch.optim.Adam(_parameters(learned, inputs, recipe))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.steps)
+        for call, target in _shuffled(parts, recipe.steps, generator):
+            overrides = {key: value for layer in learned for key, value in layer.parameters().items()}
+            ours = fresh(call)
+            output = functional_call(block, overrides, ours.args, ours.kwargs)
+            optimizer.zero_grad()
+            ((output - target).square().mean() / energy).backward()
+            optimizer.step()
+            schedule.step()
+        for layer in learned:
+            layer.write()
+
+
+def fresh(call: Call) -> Call:
+    """The same call on copies of its tensors: a block may well change its input in place."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(copied(part) for part in value)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return Call(copied(call.args), {key: copied(value) for key, value in call.kwargs.items()}, None)
+
+
+def straight_through(x: Tensor, scale: Tensor, first: float, last: float) -> Tensor:
+    """``s · clamp(round(x / s), first, last)`` with the gradients of LSQ.
+
+    Inside the range the gradient passes to x, and that of s is ``round(x/s) - x/s`` times it; outside x gets none,
+    and s the code of the end.
+    """
+    found: Tensor = _StraightThrough.apply(x, scale, first, last)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, first: float, last: float) -> Tensor:
+        steps = x / scale
+        codes = steps.round().clamp_(first, last)
+        ctx.save_for_backward(steps, codes, scale)
+        ctx.ends = first, last
+        return codes * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (gradient,) = gradients
+        steps, codes, scale = ctx.saved_tensors
+        first, last = ctx.ends
+        passed = gradient * ((steps >= first) & (steps <= last))
+        of_scale = None
+        if ctx.needs_input_grad[1]:
+            of_scale = torch.addcmul(gradient * codes, passed, steps, value=-1).sum_to_size(scale.shape)
+        return (passed if ctx.needs_input_grad[0] else None), of_scale, None, None
+
+
+class _LearnedInput(nn.Module):
+    """Stands in for a FakeQuantize while its scale is learned."""
+
+    def __init__(self, quantizer: FakeQuantize) -> None:
+        super().__init__()
+        self.quantizer, self.start = quantizer, quantizer.scale.clone()
+        self.logarithm = nn.Parameter(torch.zeros_like(self.start))  # of the scale over the one at the start
+        first, last = affine.code_range(quantizer.bits, symmetric=quantizer.symmetric)
+        zero_point = float(quantizer.zero_point)
+        self._first, self._last = first - zero_point, last - zero_point
+
+    @property
+    def scale(self) -> Tensor:
+        return self.start * self.logarithm.exp()
+
+    @property
+    def reach(self) -> float:
+        return (self._last - self._first) * float(self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return straight_through(x, self.scale, self._first, self._last)
+
+
+class _LearnedLayer:
+    """What is learned of one layer: a change of its weight and a shift of its bias.
+
+    Both are in units that make one rate fit all: the weight's in steps of its grid, or shares of its mean size where
+    it has none; the bias's in such steps times the range of the input.
+    """
+
+    def __init__(self, name: str, layer: channels.Layer, quantized_input: _LearnedInput | None) -> None:
+        self._prefix, self._layer = f"{name}." if name else "", layer
+        scale = getattr(layer, "weight_scale", None)
+        self._step = layer.weight.detach().abs().mean().expand(channels.output_channels(layer))  # [O]
+        if isinstance(scale, Tensor):
+            self._step = scale.detach().clone()
+        self._shift_unit = self._step * (quantized_input.reach if quantized_input is not None else 1.0)
+        self.change = torch.zeros_like(layer.weight).detach().requires_grad_()
+        self.shift = torch.zeros_like(self._step).requires_grad_()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """To run the layer with, by name within the block."""
+        step = channels.over_outputs(self._step, self._layer.weight, self._layer)
+        found = {f"{self._prefix}weight": self._layer.weight.detach() + self.change * step}
+        if self._layer.bias is not None:
+            found[f"{self._prefix}bias"] = self._layer.bias.detach() + self.shift * self._shift_unit
+        return found
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Put what was learned into the layer."""
+        learned = self.parameters()
+        self._layer.weight.copy_(learned[f"{self._prefix}weight"])
+        if self._layer.bias is not None:
+            self._layer.bias.copy_(learned[f"{self._prefix}bias"])
+
+
+@contextmanager
+def _learned_inputs(layers: Mapping[str, channels.Layer]) -> Iterator[dict[str, _LearnedInput]]:
+    """Inside, the quantizers of the layers' inputs learn their scales, which they keep afterwards."""
+    learned: dict[str, _LearnedInput] = {}
+    try:
+        for name, layer in layers.items():
+            quantizer = getattr(layer, ATTRIBUTE, None)
+            if isinstance(quantizer, FakeQuantize):
+                learned[name] = _LearnedInput(quantizer)
+                setattr(layer, ATTRIBUTE, learned[name])
+        yield learned
+        with torch.no_grad():
+            for stand_in in learned.values():
+                stand_in.quantizer.scale.copy_(stand_in.scale)
+    finally:
+        for name, stand_in in learned.items():
+            setattr(layers[name], ATTRIBUTE, stand_in.quantizer)
+
+
+def _parameters(
+    learned: Sequence[_LearnedLayer], inputs: Mapping[str, _LearnedInput], recipe: Recipe
+) -> list[dict[str, Any]]:
+    """For the optimizer: what has one rate, together."""
+    return [
+        {"params": [layer.change for layer in learned], "lr": recipe.weights},
+        {"params": [stand_in.logarithm for stand_in in inputs.values()], "lr": recipe.scales},
+        {"params": [layer.shift for layer in learned], "lr": recipe.biases},
+    ]
+
+
+def _parts(call: Call, target: Tensor, size: int) -> Iterator[tuple[Call, Tensor]]:
+    """A call and its output in parts of so many samples.
+
+    Cut is what has as many entries as the output; a mask or an embedding for all samples goes with each part.
+    """
+    for start in range(0, len(target), size):
+        cut = partial(_cut, samples=len(target), start=start, stop=start + size)
+        kwargs = {key: cut(value) for key, value in call.kwargs.items()}
+        yield Call(tuple(cut(value) for value in call.args), kwargs, None), target[start : start + size]
+
+
+def _cut(value: Any, samples: int, start: int, stop: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(part, samples, start, stop) for part in value)
+    return value[start:stop] if isinstance(value, Tensor) and value.dim() and len(value) == samples else value
+
+
+def _shuffled(
+    parts: Sequence[tuple[Call, Tensor]], steps: int, generator: torch.Generator
+) -> Iterator[tuple[Call, Tensor]]:
+    """So many parts, in a new random order each time all of them have come."""
+    for _ in range(math.ceil(steps / len(parts))):
+        for index in torch.randperm(len(parts), generator=generator).tolist()[:steps]:
+            yield parts[index]
+        steps -= len(parts)

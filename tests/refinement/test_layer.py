@@ -1,0 +1,48 @@
+"""Ranges of inputs and moments of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ptq.quantization import FakeQuantize
+from ptq.refinement.layer import Moments, choose_range
+
+
+def squared_error_of_best_fit(quantizer: FakeQuantize, rows: torch.Tensor, outputs: torch.Tensor) -> float:
+    """Of numpy's least squares with an intercept, on the quantized rows."""
+    x, y = quantizer(rows)[0].double().numpy(), outputs[0].double().numpy()
+    x, y = x - x.mean(0), y - y.mean(0)
+    return float(((x @ np.linalg.lstsq(x, y, rcond=None)[0] - y) ** 2).sum())
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_a_chosen_range_is_no_worse_than_any_on_a_grid(bits: int, symmetric: bool) -> None:
+    """One value in a thousand is far out: the range is clipped, the more so the fewer the bits."""
+    torch.manual_seed(0)
+    rows, weight = torch.randn(1, 4000, 8).exp() - 1, torch.randn(1, 5, 8)
+    outputs, extent = rows @ weight.mT, (float(rows.min()), float(rows.max()))
+    quantizer = FakeQuantize(bits, symmetric=symmetric)
+    choose_range(quantizer, extent, rows, outputs, weight, centered=True)
+    error, scale = squared_error_of_best_fit(quantizer, rows, outputs), float(quantizer.scale)
+    quantizer.set_range(*extent)
+    assert error < squared_error_of_best_fit(quantizer, rows, outputs)
+    assert scale < float(quantizer.scale)
+    for step in (-1, 1):  # the neighbours of the chosen range
+        quantizer.scale.fill_(scale + step * 0.1 * extent[1] / (2**bits - 1))
+        if float(quantizer.scale) > 0:
+            assert error < 1.02 * squared_error_of_best_fit(quantizer, rows, outputs)
+
+
+def test_centered_moments_are_a_covariance() -> None:
+    torch.manual_seed(0)
+    rows, outputs = torch.randn(2, 50, 4) + 3, torch.randn(2, 50, 3) - 1
+    found = Moments.of(rows, outputs, centered=True)
+    for g in range(2):
+        both = np.cov(torch.cat([rows[g], outputs[g]], 1).double().numpy(), rowvar=False, bias=True)
+        np.testing.assert_allclose(found.gram[g].numpy(), both[:4, :4], atol=1e-5)
+        np.testing.assert_allclose(found.cross[g].numpy(), both[:4, 4:], atol=1e-5)
+    plain = Moments.of(rows, outputs, centered=False)
+    np.testing.assert_allclose(plain.gram[0].numpy(), (rows[0].T @ rows[0]).numpy() / 50, rtol=1e-5)

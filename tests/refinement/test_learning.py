@@ -1,0 +1,206 @@
+"""Blocks that are learned: the gradients, what counts as a block, and closer to the float network at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ptq
+from ptq import channels
+from ptq.batches import Call
+from ptq.errors import InputError
+from ptq.quantization import Bits, FakeQuantize, Scheme
+from ptq.refinement import blocks, refine
+from ptq.refinement.learning import Recipe, _parts, learn, straight_through
+from ptq.refinement.usage import look_at_usage
+
+W3A3 = Scheme(bits=Bits(3, 3))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.second(self.first(x).relu())).relu()
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.stage = nn.Sequential(Residual(8), Residual(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stage(self.stem(x).relu()).mean((2, 3)))
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Network()
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "RECIPE", replace(blocks.RECIPE, steps=20))
+
+
+def images(seed: int, count: int = 64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randn(count, 3, 8, 8, generator=generator).split(32))
+
+
+@torch.no_grad()
+def distance(found: nn.Module, expected: nn.Module, batches: list[Tensor]) -> float:
+    return float(sum((found(batch) - expected(batch)).square().sum() for batch in batches))
+
+
+def test_the_gradients_are_those_of_lsq() -> None:
+    x = torch.tensor([-9.0, -1.2, 0.3, 0.7, 9.0], requires_grad=True)
+    scale = torch.tensor(0.5, requires_grad=True)
+    y = straight_through(x, scale, -4, 3)
+    np.testing.assert_allclose(y.detach().numpy(), [-2.0, -1.0, 0.5, 0.5, 1.5])
+    y.backward(torch.tensor([1.0, 10.0, 100.0, 1000.0, 10000.0]))
+    assert x.grad is not None and scale.grad is not None
+    np.testing.assert_allclose(x.grad.numpy(), [0, 10, 100, 1000, 0])
+    # -4 and 3 at the ends; round(x/s) - x/s = 0.4, 0.4 and -0.4 inside
+    assert float(scale.grad) == pytest.approx(-4 * 1 + 0.4 * 10 + 0.4 * 100 - 0.4 * 1000 + 3 * 10000)
+
+
+def test_the_gradient_of_scales_by_channel_is_summed_over_the_rest() -> None:
+    x, scale = torch.randn(3, 4, 5), torch.rand(4, 1) + 0.5
+    whole = scale.clone().requires_grad_()
+    straight_through(x, whole, -2, 1).square().sum().backward()
+    for channel in range(4):
+        one = scale[channel].clone().requires_grad_()
+        straight_through(x[:, channel], one, -2, 1).square().sum().backward()
+        assert whole.grad is not None and one.grad is not None
+        torch.testing.assert_close(whole.grad[channel], one.grad)
+
+
+def test_blocks_are_the_smallest_modules_with_two_layers(network: nn.Module) -> None:
+    usage = look_at_usage(network, Call((images(0)[0],), {}, None))
+    assert list(usage.layers) == [
+        "stem", "stage.0.first", "stage.0.second", "stage.1.first", "stage.1.second", "head",
+    ]  # fmt: skip
+    assert usage.blocks(list(usage.layers)) == {
+        "stage.0": ["stage.0.first", "stage.0.second"],
+        "stage.1": ["stage.1.first", "stage.1.second"],
+    }
+    assert usage.blocks(["stem", "stage.0.first", "stage.1.first"]) == {"stage": ["stage.0.first", "stage.1.first"]}
+    assert usage.largest_map == 8 * 6 * 6 * 4
+
+
+def test_a_module_that_runs_twice_or_returns_a_tuple_is_no_block() -> None:
+    class Pair(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x), x  # type: ignore[return-value]
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice, self.pair = Residual(3), Pair(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pair(self.twice(self.twice(x)))[0]
+
+    usage = look_at_usage(Odd(), Call((images(0)[0],), {}, None))
+    assert usage.layers["twice.first"] == 2
+    assert usage.blocks(list(usage.layers)) == {}
+
+
+def test_learning_brings_a_block_closer(network: nn.Module) -> None:
+    """With quantized inputs and free weights, on images that it hasn't seen, too."""
+    block = network.stage[0]
+    with torch.no_grad():
+        seen, others = ([network.stem(batch).relu() for batch in images(seed, 256)] for seed in (0, 1))
+        targets = [block(batch) for batch in seen]
+    quantized = ptq.quantization.quantize(block, ptq.calibrate(block, seen), bits="W3A3").model
+    before = [distance(quantized, block, batches) for batches in (seen, others)]
+    calls = [Call((batch,), {}, None) for batch in seen]
+    learn(quantized, dict(channels.layers_of(quantized)), calls, targets, Recipe(steps=100))
+    after = [distance(quantized, block, batches) for batches in (seen, others)]
+    assert after[0] < 0.5 * before[0] and after[1] < 0.5 * before[1]
+
+
+def test_a_block_that_learning_makes_worse_is_left_as_it_was(
+    network: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = ptq.calibrate(network, images(0))
+    monkeypatch.setattr(blocks, "RECIPE", Recipe(steps=5, weights=100.0, scales=5.0, biases=100.0))
+    fast, best = (refine(network, calibration, W3A3, images(0), effort).model for effort in ("fast", "best"))
+    assert all(torch.equal(value, best.state_dict()[key]) for key, value in fast.state_dict().items())
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_best_learns_each_block(network: nn.Module) -> None:
+    calibration = ptq.calibrate(network, images(0, 256))
+    fast, best = (refine(network, calibration, W3A3, images(0, 256), effort) for effort in ("fast", "best"))
+    assert list(best.blocks) == ["stage.0", "stage.1"] and fast.blocks == {}
+    assert torch.equal(best.model.stem.weight, fast.model.stem.weight)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_what_was_learned_is_on_the_grid_and_in_the_file(network: nn.Module, tmp_path: Path) -> None:
+    calibration = ptq.calibrate(network, images(0))
+    best = refine(network, calibration, W3A3, images(0), "best")
+    for name in best.bits:
+        layer = best.model.get_submodule(name)
+        steps = layer.weight.detach().flatten(1) / layer.weight_scale[:, None]
+        torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
+        assert float(steps.abs().max()) < 3 + 1e-4
+        assert type(layer.input_quantizer) is FakeQuantize
+    best.save(tmp_path / "best.safetensors")
+    loaded = ptq.Quantized.load(tmp_path / "best.safetensors", network, calibration)
+    assert distance(loaded.model, best.model, images(1)) == 0
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_blocks_that_change_their_input_in_place(network: nn.Module) -> None:
+    """What such a block gets is run several times; the result is that of a block that leaves its input alone."""
+
+    class Careless(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.relu_()).relu_()).add_(x)
+
+    class Careful(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.relu()
+            return self.second(self.first(x).relu()) + x
+
+    states = []
+    for kind in (Careless, Careful):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), kind(8), nn.Flatten(), nn.Linear(288, 5))
+        refined = refine(model, ptq.calibrate(model, images(0)), W3A3, images(0), "best")
+        assert list(refined.blocks) == ["1"]
+        states.append(refined.model.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_only_what_belongs_to_samples_is_cut() -> None:
+    mask, x = torch.ones(3, 3), torch.arange(10.0)
+    parts = list(_parts(Call((x, (x, "word")), {"mask": mask}, None), x[:, None], 4))
+    assert [call.args[0].tolist() for call, _ in parts] == [x[:4].tolist(), x[4:8].tolist(), x[8:].tolist()]
+    assert [len(target) for _, target in parts] == [4, 4, 2]
+    assert all(call.kwargs["mask"] is mask and len(call.args[1][0]) == len(target) for call, target in parts)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_learning_is_the_same_each_time(network: nn.Module) -> None:
+    calibration = ptq.calibrate(network, images(0))
+    states = [refine(network, calibration, W3A3, images(0), "best", seed=3).model.state_dict() for _ in range(2)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_an_unknown_effort_is_refused(network: nn.Module) -> None:
+    with pytest.raises(InputError, match="effort 'better': choose one of fast, best"):
+        refine(network, ptq.calibrate(network, images(0)), W3A3, images(0), "better")  # type: ignore[arg-type]
