@@ -193,6 +193,8 @@ def calibrate_in_steps(
         statistics = _Pass(model, observer)
         with statistics.collecting():
             for call in tqdm(calls(batches, model, most), "calibrate", total, unit="batch", disable=not progress):
+                if total and len(steps) == 1 and not statistics.batches:
+                    statistics.expect((total - 1) * call.samples)  # the last batch may be smaller
                 statistics.collect(call)
                 if statistics.batches in steps:
                     found.append(statistics.result())
@@ -222,6 +224,7 @@ class _Pass:
         self._order: dict[str, _Collector] = {}
         self._reservoir = SampleReservoir()
         self._graph: ChannelGraph | None = None
+        self._last: Call | None = None
         self._data_sum = self.batches = self._samples = 0
 
     @contextmanager
@@ -234,11 +237,14 @@ class _Pass:
         with attached(hooks):
             yield
 
+    def expect(self, samples: int) -> None:
+        """So many samples will come, if all batches but the last are of one size."""
+        self._reservoir.expect(samples)
+
     @torch.inference_mode()
     def collect(self, call: Call) -> None:
         """Run the model on one more batch."""
-        if self._graph is None:
-            self._graph = read_graph(self._model, call)
+        self._last = call
         mask = call.kwargs.get("attention_mask")
         self._batch.samples = call.samples
         self._batch.mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
@@ -267,7 +273,9 @@ class _Pass:
         if not self._order:
             reason = "the data has no batch" if not self.batches else "none of its Conv and Linear layers was called"
             raise InputError(f"nothing was calibrated: {reason}")
-        assert self._graph is not None
+        assert self._last is not None
+        # Last of all: what it allocates would cut up the memory that the batches reuse.
+        self._graph = self._graph or read_graph(self._model, self._last)
         places = self._reservoir.order()
         return Calibration(
             layers={name: collector.compute(places) for name, collector in self._order.items()},

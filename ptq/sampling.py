@@ -61,6 +61,11 @@ class SampleReservoir:
                 picks.append((place, index - first_index))
         return picks
 
+    def expect(self, samples: int) -> None:
+        """So many samples will come for sure: what they would drive out need not be stored in the meantime."""
+        for block in range(samples // BLOCK):
+            self._admit(block)
+
     def order(self) -> list[int]:
         """The places that hold a sample, in the order of the stream."""
         held = sorted((index, place) for place, index in enumerate(self._indices) if index is not None)
@@ -98,6 +103,10 @@ class RowSample:
         row = (self.rows_per_sample, self.channels)
         shape = row if self._tokens else (self.channels, self.rows_per_sample * self.taps)
         self._buffer = torch.empty(CAPACITY, *shape, dtype=torch.float16, device=layer.weight.device)
+        # Memory for the first plan. Small tensors that stayed behind in the middle of a forward pass would split the
+        # blocks that its activations are about to reuse, and slow the network itself down.
+        size = self.rows_per_sample * self.taps
+        self._memory = torch.empty(size, dtype=torch.int64), torch.empty(size)
         self._counts = [0] * CAPACITY  # rows at each place
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
@@ -188,6 +197,8 @@ class RowSample:
             if self._padding_mode != "zeros":  # the map is padded already
                 windows = [window.without_padding() for window in windows]
             plan = _plan(windows, sizes, self.rows_per_sample, self.seed, self._buffer.device)
+            if not self._plans and self._buffer.device.type == "cpu":
+                plan = plan.moved_to(*self._memory)
             self._plans[sizes] = plan
         return plan
 
@@ -220,6 +231,11 @@ class _Plan:
     rows: int  # J, or all positions of a map that has fewer
     index: Tensor  # [J · k], into the flattened map
     inside: Tensor | None  # [J · k], 0 where the index stands for padding; None where it never does
+
+    def moved_to(self, index: Tensor, inside: Tensor) -> _Plan:
+        """The same plan in memory that is there already."""
+        index = index[: len(self.index)].copy_(self.index)
+        return _Plan(self.rows, index, None if self.inside is None else inside[: len(self.inside)].copy_(self.inside))
 
 
 def priority(seed: int, block: int) -> int:

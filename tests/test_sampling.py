@@ -347,3 +347,17 @@ def test_inputs_are_left_alone_and_gradients_do_not_matter() -> None:
         sample.store(x, [(0, 0)], -3)
     sample.store(x, [(1, 1)], -3)
     assert bool((x == 1e6).all()) and not sample.rows([0, 1]).requires_grad
+
+
+@pytest.mark.parametrize("samples", [40, 128, 500])
+def test_what_is_expected_changes_how_much_is_stored_and_not_what_is_kept(samples: int) -> None:
+    surprised, prepared = SampleReservoir(3), SampleReservoir(3)
+    prepared.expect(samples - samples % 16)
+    stored = [0, 0]
+    for start in range(0, samples, 16):
+        size = min(16, samples - start)
+        for index, reservoir in enumerate((surprised, prepared)):
+            stored[index] += len(reservoir.pick(start, size))
+    kept = [sorted(i for i in reservoir._indices if i is not None) for reservoir in (surprised, prepared)]
+    assert kept[0] == kept[1]
+    assert stored[1] <= stored[0] and (samples <= 128 or stored[1] < stored[0])

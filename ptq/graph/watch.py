@@ -34,7 +34,7 @@ def read_graph(model: nn.Module, call: Call) -> ChannelGraph:
     same. What no rule knows can't be scaled: an unknown operation costs a fold, never a wrong answer.
     """
     # Outside of inference mode the dispatcher would show operations in pieces.
-    with torch.inference_mode(), evaluating(model):
+    with torch.inference_mode(), evaluating(model), _one_thread():
         try:
             return _watch(model, call.first(1))
         except Exception:  # a model that takes whole batches only, or that can't be watched
@@ -45,6 +45,17 @@ def read_graph(model: nn.Module, call: Call) -> ChannelGraph:
                     f"the forward pass can't be watched ({str(error).splitlines()[0][:100] if str(error) else error!r})"
                 )
                 return ChannelGraph(reasons={name: reason for name, _ in channels.layers_of(model)})
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One sample is too little work for several threads: they would only wait for Python, at the cost of a core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _watch(model: nn.Module, call: Call) -> ChannelGraph:

@@ -22,6 +22,9 @@ from ptq.batchnorm import fold_batchnorms
 from ptq.errors import InputError
 from ptq.smoothing.modules import ChannelClamp, InputScaling
 
+# torch says it once a process, to whichever test comes first.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+
 C = 6  # channels between the layer a, which reads the model's input, and the layer b, the one to be smoothed
 
 
