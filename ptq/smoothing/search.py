@@ -101,13 +101,13 @@ def search_group(
     candidates = [None, *(checked_alpha(alpha) for alpha in alphas)]
     group = _Group(members, weights, activations)
     clips = [_Clips() for _ in members]
-    errors = {alpha: group.errors(alpha, clips) for alpha in candidates}
+    errors = group.errors(candidates, clips)
     curve = {alpha: {member.name: e for member, e in zip(members, errors[alpha], strict=True)} for alpha in candidates}
     alpha = _least(errors)
     if clip:
         for coarse in (_COARSE_CLIPS, ()):
             clips = group.best_clips(alpha, clips, coarse)
-            errors = {near: group.errors(near, clips) for near in _near(alpha, candidates)}
+            errors = group.errors(_near(alpha, candidates), clips)
             alpha = _least(errors)
     return Choice(
         alpha=alpha,
@@ -215,19 +215,28 @@ class _Trial:
 
 
 class _Group:
-    """The trials of all members, and the factors they share."""
+    """The members and the factors they share; one member at a time is laid out for its products."""
 
     def __init__(self, members: Sequence[Member], weights: int | None, activations: int | None) -> None:
+        self._members, self._weights, self._activations = members, weights, activations
         self._classes = _Classes(members)
-        self._trials = [_Trial(member, weights, activations) for member in members]
 
-    def errors(self, alpha: float | None, clips: Sequence[_Clips]) -> list[float]:
-        parts = zip(self._trials, self._classes.factors(alpha), clips, strict=True)
-        return [trial.error(trial.scaled(factor), ratios) for trial, factor, ratios in parts]
+    def errors(self, alphas: Sequence[float | None], clips: Sequence[_Clips]) -> dict[float | None, list[float]]:
+        """For each α the error of each member."""
+        found: dict[float | None, list[float]] = {alpha: [] for alpha in alphas}
+        factors = {alpha: self._classes.factors(alpha) for alpha in alphas}
+        for index, (member, ratios) in enumerate(zip(self._members, clips, strict=True)):
+            trial = _Trial(member, self._weights, self._activations)
+            for alpha in alphas:
+                found[alpha].append(trial.error(trial.scaled(factors[alpha][index]), ratios))
+        return found
 
     def best_clips(self, alpha: float | None, clips: Sequence[_Clips], coarse: Sequence[float]) -> list[_Clips]:
-        parts = zip(self._trials, self._classes.factors(alpha), clips, strict=True)
-        return [trial.best_clips(trial.scaled(factor), ratios, coarse) for trial, factor, ratios in parts]
+        found = []
+        for member, factor, ratios in zip(self._members, self._classes.factors(alpha), clips, strict=True):
+            trial = _Trial(member, self._weights, self._activations)
+            found.append(trial.best_clips(trial.scaled(factor), ratios, coarse))
+        return found
 
 
 class _Classes:
