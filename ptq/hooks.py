@@ -1,4 +1,4 @@
-"""Hooks that are gone when the ``with`` block ends, also when it ends with an exception."""
+"""Hooks, modes and threads that are as before when the ``with`` block ends, also when it ends with an exception."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +31,17 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch runs on one thread inside: for work that is too small for several, or that is to be timed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def pass_input_through(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from ptq.batches import Batches, Call, as_call
 from ptq.errors import InputError
 from ptq.export.packages import required
+from ptq.hooks import one_thread
 
 BATCH_SIZES = (1, 16)
 _ROUNDS = 21
@@ -144,13 +144,3 @@ def _resized(example: Call, size: int) -> Call:
         return value[torch.arange(size) % len(value)] if value.dim() else value
 
     return example._mapped(resized)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -20,7 +20,7 @@ from ptq.batches import Call
 from ptq.graph.channelgraph import ChannelGraph
 from ptq.graph.labels import FIXED, Equalities
 from ptq.graph.rules import RULES, Op
-from ptq.hooks import attached, evaluating
+from ptq.hooks import attached, evaluating, one_thread
 
 # Operations that hand a value to Python, which may then decide by it what to do next.
 _SHOWS_VALUES = {"_local_scalar_dense", "is_nonzero", "equal", "allclose", "item"}
@@ -33,8 +33,8 @@ def read_graph(model: nn.Module, call: Call) -> ChannelGraph:
     Operations are seen as the dispatcher sees them, so ``x.relu_()``, ``F.relu(x)`` and ``nn.ReLU()`` are one and the
     same. What no rule knows can't be scaled: an unknown operation costs a fold, never a wrong answer.
     """
-    # Outside of inference mode the dispatcher would show operations in pieces.
-    with torch.inference_mode(), evaluating(model), _one_thread():
+    # Outside of inference mode the dispatcher shows operations in pieces; other threads would only wait for Python.
+    with torch.inference_mode(), evaluating(model), one_thread():
         try:
             return _watch(model, call.first(1))
         except Exception:  # a model that takes whole batches only, or that can't be watched
@@ -45,17 +45,6 @@ def read_graph(model: nn.Module, call: Call) -> ChannelGraph:
                     f"the forward pass can't be watched ({str(error).splitlines()[0][:100] if str(error) else error!r})"
                 )
                 return ChannelGraph(reasons={name: reason for name, _ in channels.layers_of(model)})
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One sample is too little work for several threads: they would only wait for Python, at the cost of a core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _watch(model: nn.Module, call: Call) -> ChannelGraph:
