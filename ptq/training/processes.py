@@ -51,7 +51,7 @@ def run_ranks(
             context.Process(target=_entry, args=(function, arguments, rank, count, name, threads, backend), daemon=True)
             for rank in range(count)
         ]
-        with _one_thread():
+        with _one_thread_for_children():
             for process in ranks:
                 process.start()
         try:
@@ -69,7 +69,7 @@ def device_of_rank(rank: int) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
 
 
-class _one_thread:
+class _one_thread_for_children:
     """Children read OMP_NUM_THREADS when they start: without it they all take every core."""
 
     def __enter__(self) -> None:

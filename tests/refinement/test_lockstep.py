@@ -41,7 +41,11 @@ def test_other_places_are_passed_by() -> None:
 
 
 def test_nobody_stops_outside() -> None:
-    stop_here("a", None)
+    """Without a walker to wait for, the call comes back at once."""
+    passing = threading.Thread(target=stop_here, args=("a", None), daemon=True)
+    passing.start()
+    passing.join(timeout=10)
+    assert not passing.is_alive()
 
 
 def test_an_error_comes_out_and_the_others_give_up() -> None:
