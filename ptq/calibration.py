@@ -361,5 +361,5 @@ class _Collector:
             activation_absmax=channels.absmax_of(minimum, maximum),
             weight_absmax=channels.weight_absmax(self.layer.weight, self.layer).float().cpu(),
             histogram=replace(self.histogram, counts=self.histogram.counts.clone()) if self.histogram else None,
-            rows=self.sample.rows(places).half().cpu(),
+            rows=self.sample.rows(places),
         )

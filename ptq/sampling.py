@@ -12,6 +12,8 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +108,8 @@ class RowSample:
         # Memory for the first plan. Small tensors that stayed behind in the middle of a forward pass would split the
         # blocks that its activations are about to reuse, and slow the network itself down.
         size = self.rows_per_sample * self.taps
-        self._memory = torch.empty(size, dtype=torch.int64), torch.empty(size)
-        self._counts = [0] * CAPACITY  # rows at each place
+        self._memory = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.bool)
+        self._stored: list[_Plan | None] = [None] * CAPACITY  # how the rows at each place were taken
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
     @property
@@ -142,7 +144,7 @@ class RowSample:
             chosen = slice(entry * several, (entry + count) * several, several)
             found = x[chosen]
             if len(found) < count:  # an input with fewer samples than the batch
-                self._counts[place : place + count] = [0] * count
+                self._stored[place : place + count] = [None] * count
             if not len(found):
                 continue
             if valid is not None:
@@ -153,29 +155,36 @@ class RowSample:
                 self._store_patches(found, place)
 
     def rows(self, order: Sequence[int]) -> Tensor:
-        """The rows at these places, one after the other: ``[R, C, k]``, float32."""
-        found = [self._rows_at(place, self._counts[place]) for place in order if self._counts[place]]
-        if not found:
-            return torch.empty(0, self.channels, self.taps)
-        return torch.cat(found).float().cpu()
+        """The rows at these places, one after the other: ``[R, C, k]``, float16."""
+        found = [torch.empty(0, self.channels, self.taps, dtype=torch.float16)]
+        for plan, places in groupby(order, lambda place: self._stored[place]):
+            if plan is not None:
+                found.append(self._rows_at(list(places), plan).cpu())
+        return torch.cat(found)
 
-    def _rows_at(self, place: int, rows: int) -> Tensor:
+    def _rows_at(self, places: list[int], plan: _Plan) -> Tensor:
+        """The rows at places of one plan."""
+        # What float16 can't hold became Inf.
+        stored = self._buffer[places].clamp_(-_LARGEST, _LARGEST)
         if self._tokens:
-            return self._buffer[place, :rows].unsqueeze(2)  # [rows, C, 1]
-        patches = self._buffer[place, :, : rows * self.taps]
-        return patches.view(self.channels, rows, self.taps).transpose(0, 1)  # [rows, C, k]
+            return stored[:, : plan.rows].reshape(-1, self.channels, 1)
+        patches = stored[:, :, : len(plan.index)]
+        if plan.outside is not None:
+            patches.masked_fill_(plan.outside, 0)
+        patches = patches.unflatten(2, (plan.rows, self.taps))  # [n, C, J, k]
+        return patches.transpose(1, 2).flatten(0, 1)
 
     def _store_tokens(self, x: Tensor, place: int) -> None:
         plan = self._plan((x.shape[1],))
-        self._buffer[place : place + len(x), : plan.rows] = _storable(x.index_select(1, plan.index))
-        self._counts[place : place + len(x)] = [plan.rows] * len(x)
+        self._buffer[place : place + len(x), : plan.rows] = x.index_select(1, plan.index)
+        self._stored[place : place + len(x)] = [plan] * len(x)
 
     def _store_valid_tokens(self, x: Tensor, valid: Tensor, place: int) -> None:
         for tokens, tokens_valid in zip(x, valid, strict=True):
             indices = tokens_valid.nonzero().flatten()
             plan = self._plan((len(indices),))
-            self._buffer[place, : plan.rows] = _storable(tokens[indices[plan.index]])
-            self._counts[place] = plan.rows
+            self._buffer[place, : plan.rows] = tokens[indices[plan.index]]
+            self._stored[place] = plan
             place += 1
 
     def _store_patches(self, x: Tensor, place: int) -> None:
@@ -185,10 +194,8 @@ class RowSample:
         plan = self._plan(tuple(x.shape[2:]))
         # Gathering takes half the time of advanced indexing or of index_select along the last axis.
         patches = x.flatten(2).gather(2, plan.index.expand(len(x), self.channels, -1))  # [n, C, J·k]
-        if plan.inside is not None:
-            patches.mul_(plan.inside)
-        self._buffer[place : place + len(x), :, : patches.shape[2]] = _storable(patches)
-        self._counts[place : place + len(x)] = [plan.rows] * len(x)
+        self._buffer[place : place + len(x), :, : len(plan.index)] = patches
+        self._stored[place : place + len(x)] = [plan] * len(x)
 
     def _plan(self, sizes: tuple[int, ...]) -> _Plan:
         plan = self._plans.get(sizes)
@@ -196,7 +203,7 @@ class RowSample:
             windows = self._windows
             if self._padding_mode != "zeros":  # the map is padded already
                 windows = [window.without_padding() for window in windows]
-            plan = _plan(windows, sizes, self.rows_per_sample, self.seed, self._buffer.device)
+            plan = _plan(tuple(windows), sizes, self.rows_per_sample, self.seed, self._buffer.device)
             if not self._plans and self._buffer.device.type == "cpu":
                 plan = plan.moved_to(*self._memory)
             self._plans[sizes] = plan
@@ -230,12 +237,13 @@ class _Plan:
 
     rows: int  # J, or all positions of a map that has fewer
     index: Tensor  # [J · k], into the flattened map
-    inside: Tensor | None  # [J · k], 0 where the index stands for padding; None where it never does
+    outside: Tensor | None  # [J · k], true where the index stands for padding; None where it never does
 
-    def moved_to(self, index: Tensor, inside: Tensor) -> _Plan:
+    def moved_to(self, index: Tensor, outside: Tensor) -> _Plan:
         """The same plan in memory that is there already."""
-        index = index[: len(self.index)].copy_(self.index)
-        return _Plan(self.rows, index, None if self.inside is None else inside[: len(self.inside)].copy_(self.inside))
+        size = len(self.index)
+        outside_moved = None if self.outside is None else outside[:size].copy_(self.outside)
+        return _Plan(self.rows, index[:size].copy_(self.index), outside_moved)
 
 
 def priority(seed: int, block: int) -> int:
@@ -260,18 +268,18 @@ def _positions(outputs: Sequence[int], count: int, seed: int) -> Tensor:
     return torch.randperm(math.prod(outputs), generator=generator)[:count].sort().values
 
 
-def _plan(windows: Sequence[_Window], sizes: tuple[int, ...], count: int, seed: int, device: torch.device) -> _Plan:
+@lru_cache(maxsize=256)  # networks repeat their layers
+def _plan(windows: tuple[_Window, ...], sizes: tuple[int, ...], count: int, seed: int, device: torch.device) -> _Plan:
     outputs = [window.outputs(size) for window, size in zip(windows, sizes, strict=True)]
     chosen = _positions(outputs, count, seed)
     rows = len(chosen)
     index = torch.zeros(rows, 1, dtype=torch.int64)  # [J, taps so far]
-    inside = torch.ones(rows, 1, dtype=torch.bool)
+    outside = torch.zeros(rows, 1, dtype=torch.bool)
     for window, size, output in zip(windows, sizes, torch.unravel_index(chosen, outputs), strict=True):
         reads = window.reads(output)[:, None]  # [J, 1, taps]
-        inside = (inside[:, :, None] & (reads >= 0) & (reads < size)).flatten(1)
+        outside = (outside[:, :, None] | (reads < 0) | (reads >= size)).flatten(1)
         index = (index[:, :, None] * size + reads.clamp(0, size - 1)).flatten(1)
-    all_inside = bool(inside.all())
-    return _Plan(rows, index.flatten().to(device), None if all_inside else inside.flatten().float().to(device))
+    return _Plan(rows, index.flatten().to(device), outside.flatten().to(device) if bool(outside.any()) else None)
 
 
 def windows_of(layer: channels.Layer) -> list[_Window]:
@@ -299,8 +307,3 @@ def _runs(picks: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
             start, length = (place, index), 0
         length += 1
     yield *start, length
-
-
-def _storable(x: Tensor) -> Tensor:
-    """A tensor of our own, clamped in place to what float16 can hold; whoever stores it converts it."""
-    return x.float().clamp_(-_LARGEST, _LARGEST)

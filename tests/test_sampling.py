@@ -28,7 +28,7 @@ def keep(layer: channels.Layer, x: Tensor, **options: int) -> Tensor:
     sample = RowSample(layer, **options)
     picks = [(place, place) for place in range(len(x))]
     sample.store(x, picks, channels.channel_axis(layer))
-    return sample.rows(range(len(x)))
+    return sample.rows(range(len(x))).float()
 
 
 # Which samples
@@ -236,7 +236,7 @@ def test_rows_of_a_linear_are_tokens(shape: tuple[int, ...]) -> None:
     layer, x = nn.Linear(8, 2), torch.randn(shape).half().float()
     sample = RowSample(layer, ALL_OUTPUTS)
     sample.store(x, [(place, place) for place in range(3 if len(shape) > 1 else 1)], -1)
-    torch.testing.assert_close(sample.rows(range(3))[..., 0], x.reshape(-1, 8), atol=0, rtol=0)
+    torch.testing.assert_close(sample.rows(range(3))[..., 0].float(), x.reshape(-1, 8), atol=0, rtol=0)
 
 
 def test_a_long_sequence_is_sampled_without_replacement() -> None:
@@ -270,7 +270,7 @@ def test_unbatched_maps_are_one_sample() -> None:
     layer, x = nn.Conv2d(3, 5, 3, padding=1), torch.randn(3, 4, 4)
     sample = RowSample(layer, ALL_OUTPUTS)
     sample.store(x, [(8, 0), (9, 1)], -3)
-    torch.testing.assert_close(sample.rows([8, 9]), keep(layer, x[None], budget=ALL_OUTPUTS))
+    torch.testing.assert_close(sample.rows([8, 9]).float(), keep(layer, x[None], budget=ALL_OUTPUTS))
 
 
 def test_windows_and_frames_belong_to_the_samples_they_were_cut_from() -> None:

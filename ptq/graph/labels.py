@@ -77,15 +77,16 @@ class Equalities:
         ones = np.ones(len(edges), bool)
         matrix = coo_array((ones, (edges[:, 0], edges[:, 1])), shape=(self._count, self._count))
         count, component = connected_components(matrix, directed=False)
-        why: dict[int, str] = {int(component[FIXED]): "reads something that can't be scaled"}
-        for labels, reason in self._fixed:
-            for fixed in set(component[labels[labels > FIXED].numpy()].tolist()):
-                why.setdefault(fixed, reason)
-        new = np.zeros(count, np.int64)
-        free = np.setdiff1d(np.arange(count), list(why))
-        new[free] = 1 + np.arange(len(free))
-        reasons = {int(label): why[int(component[label])] for label in np.flatnonzero(new[component] == 0)}
-        return torch.from_numpy(new[component]), reasons
+        reasons = ["reads something that can't be scaled", *(reason for _, reason in self._fixed)]
+        why = np.full(count, len(reasons))  # component → its first reason
+        for i, (labels, _) in reversed(list(enumerate(self._fixed, 1))):
+            why[component[labels[labels > FIXED].numpy()]] = i
+        why[component[FIXED]] = 0
+        free = why == len(reasons)
+        class_of = np.where(free, np.cumsum(free), 0)[component]
+        fixed = np.flatnonzero(class_of == 0)
+        told = [reasons[i] for i in why[component[fixed]]]
+        return torch.from_numpy(class_of), dict(zip(fixed.tolist(), told, strict=True))
 
 
 def core(labels: Tensor) -> Tensor:

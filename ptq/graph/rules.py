@@ -5,7 +5,7 @@ A rule returns the labels of the result (a list for several), or None if nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ptq import channels
 from ptq.graph.labels import ANY, FIXED, compressed
@@ -52,14 +52,15 @@ class Op:
         self.name: str = func.overloadpacket.__name__
         self._in_place = self.name.endswith("_") and not self.name.endswith("__")
         self.layer: str | None = None  # the layer whose operation this is, if a rule finds out
+        self.tensors = list(_tensors_in((*args, *kwargs.values())))
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """The name; that of ``relu_`` is ``relu``, too."""
         name = self.name.removesuffix("_") if self._in_place else self.name
         return _SECOND_NAMES.get(name, name)
 
-    @property
+    @cached_property
     def read(self) -> list[Tensor]:
         """Tensors whose values it reads."""
         if self.kind in _TAKE_NO_VALUE:
@@ -69,11 +70,7 @@ class Op:
     @property
     def written(self) -> list[Tensor]:
         """Tensors of before that it writes into."""
-        return [self.args[0]] if self._in_place else tree_leaves(self.kwargs.get("out", ()))
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        return [value for value in tree_leaves((self.args, self.kwargs)) if isinstance(value, Tensor)]
+        return [self.args[0]] if self._in_place else list(_tensors_in([self.kwargs.get("out")]))
 
     @property
     def outputs(self) -> list[Any]:
@@ -81,6 +78,15 @@ class Op:
 
     def argument(self, index: int, default: Any = None) -> Any:
         return self.args[index] if index < len(self.args) else default
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments and in its lists of tensors."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
 def _along(labels: Tensor, axis: int, result: Tensor) -> Tensor:
