@@ -27,7 +27,7 @@ from ptq.storage import checksum, fingerprint, read_tensors, write_tensors
 SCHEMA = 2
 _STATISTICS = ("minimum", "maximum", "activation_absmax", "weight_absmax")
 _CLIPS = ("activation_clip", "weight_clip")
-_SAMPLED = 2**24  # elements of rows kept for the whole model: 32 MB
+_SAMPLED = 2**23  # elements of rows kept for the whole model: 16 MB
 
 
 @dataclass(frozen=True, kw_only=True)

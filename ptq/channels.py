@@ -97,7 +97,7 @@ def activation_range(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
             # faster.
             minimum, maximum = x.amin(0).flatten(1), x.amax(0).flatten(1)  # [C, positions]
             return minimum.amin(1), maximum.amax(1)
-        if x.is_contiguous() and x.numel() > 8 * _CACHED:
+        if x.is_contiguous() and x.numel() > 2 * _CACHED:
             # Part by part, so that the second look at a part finds it in the cache.
             parts = torch.split(x.view(-1, positions), max(1, _CACHED // positions))
             bounds = [(part.amin(1), part.amax(1)) for part in parts]

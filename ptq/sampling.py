@@ -171,7 +171,7 @@ class RowSample:
         patches = stored[:, :, : len(plan.index)]
         if plan.outside is not None:
             patches.masked_fill_(plan.outside, 0)
-        patches = patches.unflatten(2, (plan.rows, self.taps))  # [n, C, J, k]
+        patches = patches.reshape(len(places), self.channels, plan.rows, self.taps)
         return patches.transpose(1, 2).flatten(0, 1)
 
     def _store_tokens(self, x: Tensor, place: int) -> None:
@@ -231,7 +231,7 @@ class _Window:
         return _Window(self.taps, self.stride, self.dilation)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
     """Which elements of a map of one shape the rows are made of."""
 

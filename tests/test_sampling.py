@@ -266,6 +266,17 @@ def test_a_mask_of_other_tokens_is_none_of_its_business() -> None:
     assert len(sample.rows([0, 1])) == 2
 
 
+def test_maps_of_several_shapes_in_one_stream() -> None:
+    layer = nn.Conv2d(3, 5, 3, padding=1)
+    sizes = [4, 6, 1, 4]  # the third has fewer positions than rows are asked for
+    maps = [torch.randn(1, 3, size, size) for size in sizes]
+    sample = RowSample(layer, ALL_OUTPUTS)
+    for place, x in enumerate(maps):
+        sample.store(x, [(place, 0)], -3)
+    expected = torch.cat([keep(layer, x, budget=ALL_OUTPUTS) for x in maps])
+    torch.testing.assert_close(sample.rows(range(len(maps))).float(), expected, atol=0, rtol=0)
+
+
 def test_unbatched_maps_are_one_sample() -> None:
     layer, x = nn.Conv2d(3, 5, 3, padding=1), torch.randn(3, 4, 4)
     sample = RowSample(layer, ALL_OUTPUTS)

@@ -137,7 +137,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f" ({self.active}, {type(self.modules[self.active]).__name__})" if self.active else ""
 
     def value(self, x: Any) -> Value | None:
-        return self._values.get(x) if isinstance(x, Tensor) else None
+        return self._values.get(x) if isinstance(x, Tensor) else None  # type: ignore[no-untyped-call]
 
     def labels(self, x: Any) -> Tensor | None:
         value = self.value(x)

@@ -17,6 +17,7 @@ from ptq.smoothing.factors import checked_alpha, smoothing_factor
 GRID = tuple(round(0.05 * i, 2) for i in range(21))  # 0 … 1
 _COARSE_CLIPS = tuple(round(1 - 0.1 * i, 1) for i in range(9))  # 1.0 … 0.2
 _FINER_STEPS = (0.05, 0.025)
+_STARTS = (None, 0.5)  # where a search with clips starts, too: the best α may be another one then
 _NEAR = 0.15  # how far α may move at a time, once it has been found without clips
 
 
@@ -94,7 +95,7 @@ def search_group(
     """The α with the least mean error over the members; none if that is as good.
 
     With ``clip`` also a ratio for the activations' range and one for the weights' of each member, by coordinate
-    descent from the best α without clips: no step is taken that raises the error.
+    descent from the best α without clips, from no smoothing and from 0.5: no step is taken that raises the error.
     """
     if not members:
         raise InputError("a group without layers: there is nothing to search")
@@ -105,10 +106,15 @@ def search_group(
     curve = {alpha: {member.name: e for member, e in zip(members, errors[alpha], strict=True)} for alpha in candidates}
     alpha = _least(errors)
     if clip:
-        for coarse in (_COARSE_CLIPS, ()):
-            clips = group.best_clips(alpha, clips, coarse)
+        starts = dict.fromkeys([alpha, *(start for start in _STARTS if start in candidates)])
+        clipped = {start: group.best_clips(start, clips, _COARSE_CLIPS) for start in starts}
+        alpha = _least({start: group.errors([start], clipped[start])[start] for start in starts})
+        clips = clipped[alpha]
+        for _ in range(2):
             errors = group.errors(_near(alpha, candidates), clips)
             alpha = _least(errors)
+            clips = group.best_clips(alpha, clips, ())
+        errors = group.errors([alpha], clips)
     return Choice(
         alpha=alpha,
         activation_clips={member.name: ratio.activations for member, ratio in zip(members, clips, strict=True)},
