@@ -99,7 +99,9 @@ def alqg(
 ) -> Array:
     """Levels of least Ψ by gradient steps ``min(lr · |g|, gap / 2)``; lr is halved where Ψ would rise."""
     target, levels = _starts(distribution, bits, symmetry, previous)
-    rate = np.full((len(levels), 1), learning_rate)
+    # A first step wider than the narrowest gap could carry a level to where a narrow distribution has no gradient.
+    steepest = np.abs(_gradient(levels, target)).max(1, initial=1e-300)
+    rate = np.minimum(learning_rate, np.diff(levels, axis=1).min(1) / steepest)[:, None]
     psi = _psi(levels, target)
     for _ in range(_GRADIENT_STEPS):
         gradient = _gradient(levels, target)

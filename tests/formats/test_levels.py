@@ -108,6 +108,12 @@ def test_the_gradient_finds_what_coordinate_descent_finds(name: str, bits: int) 
     assert levels.variance(found, distribution) == pytest.approx(levels.variance(best, distribution), abs=1e-9)
 
 
+def test_the_gradient_stays_where_a_narrow_distribution_is() -> None:
+    narrow = levels.TruncatedNormal(0.0, 0.003)  # a first step of the full learning rate leaves it behind
+    best, found = levels.alq(narrow, 3), levels.alqg(narrow, 3)
+    assert levels.variance(found, narrow) == pytest.approx(levels.variance(best, narrow), rel=1e-9)
+
+
 def test_the_symmetric_forms() -> None:
     even = levels.alq(MIXTURE, bits=3, symmetry="even")
     np.testing.assert_array_equal(even, -even[::-1])
