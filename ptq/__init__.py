@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ptq import export
     from ptq.allocator import tune_allocator
+    from ptq.analysis import Analysis, analyze
     from ptq.batchnorm import fold_batchnorms
     from ptq.calibration import Calibration, LayerStatistics, calibrate
     from ptq.errors import PtqError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALPHAS",
+    "Analysis",
     "Bits",
     "Calibration",
     "Evaluation",
@@ -41,6 +43,7 @@ __all__ = [
     "Sweep",
     "Task",
     "__version__",
+    "analyze",
     "calibrate",
     "evaluate",
     "export",
@@ -56,6 +59,7 @@ __all__ = [
 
 _HOMES = {
     "ALPHAS": "ptq.smoothing",
+    "Analysis": "ptq.analysis",
     "Bits": "ptq.quantization",
     "Calibration": "ptq.calibration",
     "Evaluation": "ptq.evaluation",
@@ -70,6 +74,7 @@ _HOMES = {
     "Smoothed": "ptq.smoothing",
     "Sweep": "ptq.sweeping",
     "Task": "ptq.tasks",
+    "analyze": "ptq.analysis",
     "calibrate": "ptq.calibration",
     "evaluate": "ptq.evaluation",
     "fold_batchnorms": "ptq.batchnorm",

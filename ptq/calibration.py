@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ptq import channels
+from ptq import channels, distributed
 from ptq.attention import splitting_attention
 from ptq.batches import Batches, Call, calls, device_of
 from ptq.errors import ActivationError, InputError, MismatchError
@@ -195,7 +195,7 @@ def calibrate_in_steps(
             for call in tqdm(calls(batches, model, most), "calibrate", total, unit="batch", disable=not progress):
                 if total and len(steps) == 1 and not statistics.batches:
                     statistics.expect((total - 1) * call.samples)  # the last batch may be smaller
-                statistics.collect(call)
+                statistics.collect(call) if distributed.is_mine(statistics.batches) else statistics.skip(call)
                 if statistics.batches in steps:
                     found.append(statistics.result())
         if statistics.batches not in steps:  # the data ended before
@@ -254,6 +254,10 @@ class _Pass:
         if not self._ranges.finite:
             self._refuse()
         self._data_sum += sum(checksum(x) for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+        self.skip(call)
+
+    def skip(self, call: Call) -> None:
+        """Leave a batch to another process."""
         self.batches += 1
         self._samples += call.samples
 
@@ -270,23 +274,78 @@ class _Pass:
                 )
 
     def result(self) -> Calibration:
-        if not self._order:
+        shares = distributed.exchanged(self._share())
+        ran = dict.fromkeys(name for share in shares for name in share.layers)
+        if not ran:
             reason = "the data has no batch" if not self.batches else "none of its Conv and Linear layers was called"
             raise InputError(f"nothing was calibrated: {reason}")
-        assert self._last is not None
-        # Last of all: what it allocates would cut up the memory that the batches reuse.
-        self._graph = self._graph or read_graph(self._model, self._last)
-        places = self._reservoir.order()
+        kept = self._reservoir.kept(index for share in shares for index in share.samples)
+        data_sum = sum(share.data_sum for share in shares)
         return Calibration(
-            layers={name: collector.compute(places) for name, collector in self._order.items()},
+            layers={name: self._collectors[name].compute(_merged(name, shares, kept)) for name in ran},
             observer=self._observer,
             batches=self.batches,
             samples=self._samples,
             model_fingerprint=fingerprint(self._model),
-            data_fingerprint=f"{self._samples}:{self._data_sum % 2**64:016x}",
-            never_ran=tuple(name for name in self._collectors if name not in self._order),
+            data_fingerprint=f"{self._samples}:{data_sum % 2**64:016x}",
+            never_ran=tuple(name for name in self._collectors if name not in ran),
+            graph=next(share.graph for share in shares if share.graph is not None),
+        )
+
+    def _share(self) -> _Share:
+        if self._last is not None:
+            # Last of all: what it allocates would cut up the memory that the batches reuse.
+            self._graph = self._graph or read_graph(self._model, self._last)
+        held = self._reservoir.held()
+        return _Share(
+            layers={name: collector.collected(list(held.values())) for name, collector in self._order.items()},
+            samples=list(held),
+            data_sum=self._data_sum,
             graph=self._graph,
         )
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """What one process saw of one layer's input."""
+
+    minimum: Tensor  # [C]
+    maximum: Tensor  # [C]
+    histogram: Histogram | None
+    rows: Tensor  # [R, C, k]
+    rows_by_sample: list[int]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one process found in its share of the batches."""
+
+    layers: dict[str, _Collected]
+    samples: list[int]  # indices in the stream of those whose rows are kept, ascending
+    data_sum: int
+    graph: ChannelGraph | None
+
+
+def _merged(name: str, shares: Sequence[_Share], kept: set[int]) -> _Collected:
+    """What one process would have collected of a layer over all shares; ``kept`` are the samples with rows."""
+    found = [(share.samples, share.layers[name]) for share in shares if name in share.layers]
+    if len(shares) == 1:
+        return found[0][1]
+    histogram = found[0][1].histogram
+    for _, other in found[1:]:
+        if histogram is not None and other.histogram is not None:
+            histogram.merge(other.histogram)
+    rows: dict[int, Tensor] = {}
+    for samples, part in found:
+        rows.update(zip(samples, torch.split(part.rows, part.rows_by_sample), strict=True))
+    rows = {index: rows[index] for index in sorted(kept & rows.keys())}
+    return _Collected(
+        minimum=torch.stack([part.minimum for _, part in found]).amin(0),
+        maximum=torch.stack([part.maximum for _, part in found]).amax(0),
+        histogram=histogram,
+        rows=torch.cat(list(rows.values())),
+        rows_by_sample=list(map(len, rows.values())),
+    )
 
 
 _ROWS_TO_COUNT = 6
@@ -351,15 +410,24 @@ class _Collector:
 
         return collect
 
-    def compute(self, places: Sequence[int]) -> LayerStatistics:
-        """The statistics so far; ``places`` of the sample hold rows."""
-        minimum, maximum = self.range.minimum.cpu().clone(), self.range.maximum.cpu().clone()
+    def collected(self, places: Sequence[int]) -> _Collected:
+        """What there is so far; ``places`` of the sample hold rows."""
+        histogram = self.histogram
+        return _Collected(
+            minimum=self.range.minimum.cpu().clone(),
+            maximum=self.range.maximum.cpu().clone(),
+            histogram=replace(histogram, counts=histogram.counts.clone()) if histogram else None,
+            rows=self.sample.rows(places),
+            rows_by_sample=[self.sample.count(place) for place in places],
+        )
+
+    def compute(self, collected: _Collected) -> LayerStatistics:
         return LayerStatistics(
             kind=channels.kind_of(self.layer),
-            minimum=minimum,
-            maximum=maximum,
-            activation_absmax=channels.absmax_of(minimum, maximum),
+            minimum=collected.minimum,
+            maximum=collected.maximum,
+            activation_absmax=channels.absmax_of(collected.minimum, collected.maximum),
             weight_absmax=channels.weight_absmax(self.layer.weight, self.layer).float().cpu(),
-            histogram=replace(self.histogram, counts=self.histogram.counts.clone()) if self.histogram else None,
-            rows=self.sample.rows(places),
+            histogram=collected.histogram,
+            rows=collected.rows,
         )

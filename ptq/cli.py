@@ -3,14 +3,20 @@
 import functools
 import inspect
 import json
+import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ptq.errors import InputError, PtqError
+from ptq.interruption import stoppable
+from ptq.journal import recording
+from ptq.locking import holding
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,6 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_invoked: list[str] = []  # the arguments of the command that runs
+_READERS = ("doctor", "formats")  # commands that leave the run folder as it is, but for a picture asked for
 
 # What every command understands.
 _COMMON: dict[str, tuple[Any, Any]] = {
@@ -51,7 +60,10 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "download": (Annotated[bool, typer.Option("--download", help="Let torchvision fetch the data set.")], False),
     "batch_size": (Annotated[int | None, typer.Option(help="Samples per batch.")], None),
     "image_size": (Annotated[int | None, typer.Option(help="Side of the images, in pixels.")], None),
-    "run": (Annotated[Path | None, typer.Option(help="Run folder; reports/<task> if not given.")], None),
+    "run": (  # the second name is for torchrun, which takes --run for its own --run-path
+        Annotated[Path | None, typer.Option("--run", "--run-folder", help="Run folder; reports/<task> if not given.")],
+        None,
+    ),
     "device": (Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")], "auto"),
     "seed": (Annotated[int | None, typer.Option(help="Seed of whatever is random.")], None),
     "as_json": (Annotated[bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")], False),
@@ -99,26 +111,61 @@ def command(function: Callable[..., None], *, group: typer.Typer = app) -> Calla
     @functools.wraps(function)
     def wrapper(**given: Any) -> None:
         options = {name: given.pop(name) for name in _COMMON}
-        screen = Screen(as_json=options["as_json"], quiet=options["quiet"])
-        try:
+        screen = Screen(as_json=options["as_json"] and _is_first(), quiet=options["quiet"] or not _is_first())
+        with errors_in_one_line(debug=options["debug"]), _shared_job(group):
             if "bits_or_file" in inspect.signature(function).parameters:
                 given["bits_or_file"], options["weights"] = _bits_and_files(options["weights"])
-            function(_open_run(options, screen), screen, **given)
-        except PtqError as error:
-            if options["debug"]:
-                raise
-            _fail(str(error), 1)
-        except KeyboardInterrupt:
-            _fail("interrupted: what is finished is kept, the same command goes on from there", 130)
-        except (OSError, RuntimeError, MemoryError) as error:
-            if options["debug"]:
-                raise
-            _fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (--debug for more)", 1)
+            run = _open_run(options, screen)
+            # A folder that the lock alone made is gone again when the line would be added.
+            with recording(run.folder, _invoked) if _is_first() else nullcontext(), _folder_of(run, function):
+                function(run, screen, **given)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "bits_or_file"]
     wrapper.__signature__ = inspect.Signature([*parameters, *common])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*parameters, *common]}
     return group.command(function.__name__.strip("_"))(wrapper)
+
+
+@contextmanager
+def errors_in_one_line(*, debug: bool = False) -> Iterator[None]:
+    """End the process with one line and an exit code; Ctrl-C and SIGTERM, too."""
+    try:
+        with stoppable():
+            yield
+    except typer.Exit:  # a RuntimeError, for typer
+        raise
+    except PtqError as error:
+        if debug:
+            raise
+        _fail(str(error), 1)
+    except KeyboardInterrupt as stop:
+        again = shlex.join(["ptq", *_invoked])
+        _fail(f"stopped: what is finished is kept; go on with `{again}`", getattr(stop, "exit_code", 130))
+    except (OSError, RuntimeError, MemoryError) as error:
+        if debug:
+            raise
+        _fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (--debug for more)", 1)
+
+
+def _folder_of(run: "Run", function: Callable[..., None]) -> AbstractContextManager[None]:
+    """The run folder, held against other processes where a command writes; torchrun's ranks are one command."""
+    if function.__name__ in _READERS or not _is_first():
+        return nullcontext()
+    return holding(run.folder, shlex.join(["ptq", *_invoked]))
+
+
+def _is_first() -> bool:
+    """Of the processes that torchrun started, if it did."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def _shared_job(group: typer.Typer) -> AbstractContextManager[None]:
+    """torchrun's processes share a command's batches; training has ways of its own."""
+    if group is not app or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return nullcontext()
+    from ptq.distributed import joined
+
+    return joined()
 
 
 def _open_run(options: dict[str, Any], screen: Screen) -> "Run":
@@ -174,17 +221,27 @@ def _root(
     pass
 
 
-def main() -> None:
-    """The ``ptq`` command: errors in the options are one line too."""
+def invoke(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, of this process's own arguments if none are given; errors in the options are one line too."""
+    import ptq.analyze_commands
     import ptq.commands
+    import ptq.compare_commands
+    import ptq.grid_commands
+    import ptq.report_commands
     import ptq.train_commands  # noqa: F401 (they register themselves)
 
+    _invoked[:] = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(standalone_mode=False)
+        code = app(arguments, standalone_mode=False)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         message = " ".join(error.format_message().split())
         typer.echo(f"ptq: {message} (ptq COMMAND --help lists the options)", err=True)
         code = getattr(error, "exit_code", 2)
-    sys.exit(code)
+    return int(code or 0)
+
+
+def main() -> None:
+    """The ``ptq`` command."""
+    sys.exit(invoke())

@@ -9,6 +9,9 @@ from ptq.cli import Screen, command
 from ptq.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ptq.mixed import Allocation
     from ptq.run import Run
 
 DEFAULT_SWEEP = "W8A8,W4A4,W3A4"
@@ -104,6 +107,12 @@ def quantize(
     refine: Annotated[
         str, typer.Option(help="none, fast (layer by layer, a minute) or best (blocks learned too, minutes).")
     ] = "none",
+    budget: Annotated[
+        float | None, typer.Option(help="Mixed precision: so many bits a weight on average, 2 to 8; by layer.")
+    ] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Mixed precision: the fewest bits that change at most so many % of answers.")
+    ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric activations, zero-point 0.")] = False,
     keep_batchnorm: Annotated[bool, typer.Option("--keep-batchnorm", help="Don't fold BatchNorm first.")] = False,
     use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use the smoothed model, if any.")] = True,
@@ -124,15 +133,45 @@ def quantize(
         symmetric_activations=symmetric,
         fold_batchnorm=not keep_batchnorm,
     )
-    quantized = run.quantize(scheme, use_smoothed=use_smoothed, observer=observer, refine=refine)  # type: ignore[arg-type]
+    how = {"use_smoothed": use_smoothed, "observer": observer, "refine": refine}
+    allocation: Allocation | None = None
+    if budget is not None or max_drop is not None:
+        from ptq.mixed import with_bits
+
+        allocation = run.choose_bits(scheme, budget=budget, max_drop=max_drop, **how)  # type: ignore[arg-type]
+        scheme = with_bits(scheme, allocation)
+    quantized = run.quantize(scheme, **how)  # type: ignore[arg-type]
+    if allocation is None:
+        run.mixed_file.unlink(missing_ok=True)  # it told about an earlier network
     from ptq.report.tables import quantized_table
 
     result = {
         "scheme": scheme.to_json(),
         "bits": {name: str(layer_bits) for name, layer_bits in quantized.bits.items()},
         "observer": quantized.observer,
+        "refine": refine,
+        "peak_memory": getattr(quantized, "peak_memory", None),
+        **({"mixed": allocation.to_json()} if allocation else {}),
     }
-    screen.show([quantized_table(quantized, run.calibration())], [run.quantized_file], result)
+    tables = [quantized_table(quantized, run.calibration()), *([mixed_table(allocation)] if allocation else [])]
+    screen.show(tables, [run.quantized_file, *([run.mixed_file] if allocation else [])], result)
+
+
+def mixed_table(allocation: "Allocation") -> "Table":
+    """What was chosen for each layer, and what the widths around it would have cost."""
+    from ptq.report.tables import plain_table
+
+    changed = "" if allocation.changed is None else f"; {allocation.changed:.2f} % of the answers change"
+    widths = sorted({width for choice in allocation.layers.values() for width in choice.errors})
+    table = plain_table(
+        f"mixed precision: {allocation.average:.2f} bits a weight on average{changed}",
+        "layer", "weights", "bits", *(f"error at {width}" for width in widths),
+        caption="relative squared error of the network's output with this layer's weights alone at so many bits",
+    )  # fmt: skip
+    for name, choice in allocation.layers.items():
+        errors = (f"{choice.errors[width]:.2g}" if width in choice.errors else "" for width in widths)
+        table.add_row(name, str(choice.elements), str(choice.bits), *errors)
+    return table
 
 
 @command

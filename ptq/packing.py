@@ -119,7 +119,7 @@ class PackedCheckpoint:
                 kinds={name: fact[0] for name, fact in facts.items()},
                 order=tuple(names[place] for place in metadata["order"]),
             )
-        except (KeyError, IndexError, ValueError, TypeError) as error:
+        except (AttributeError, KeyError, IndexError, ValueError, TypeError) as error:
             raise InputError(f"{path}: damaged ({error!r}): pack the checkpoint again") from error
 
 

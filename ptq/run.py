@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptq.batches import limited
 from ptq.calibration import Calibration, calibrate
@@ -21,10 +21,13 @@ from ptq.capture import input_and_gradient
 from ptq.channels import layers_of
 from ptq.errors import InputError, MismatchError
 from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
+from ptq.interruption import units
+from ptq.mixed import Allocation, check_wish, choose_bits
 from ptq.packing import PackedCheckpoint, pack
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
-from ptq.refinement import Refine
+from ptq.refinement import SAMPLES as REFINED_ON
+from ptq.refinement import Refine, Refined, check_refine
 from ptq.refinement import refine as refine_network
 from ptq.sizing import SizeStudy, calibration_sizes
 from ptq.smoothing import Alpha, Explicit, Form, Smoothed, check_smoothing, smooth
@@ -144,6 +147,10 @@ class Run:
         return self.folder / "quantized.safetensors"
 
     @property
+    def mixed_file(self) -> Path:
+        return self.folder / "mixed.json"
+
+    @property
     def packed_file(self) -> Path:
         return self.folder / "packed.safetensors"
 
@@ -233,26 +240,61 @@ class Run:
     def quantize(
         self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None, refine: Refine = "none"
     ) -> Quantized:
-        if refine not in get_args(Refine):
-            raise InputError(f"--refine {refine!r}: choose none, fast or best")
-        smoothed = self.smoothed() if use_smoothed else None
-        model, calibration = (
-            (smoothed.model, smoothed.calibration) if smoothed else (self.task.model, self.calibration())
-        )
+        check_refine(refine)  # before any work is done
+        model, calibration, smoothed = self._to_quantize(use_smoothed=use_smoothed)
         if smoothed is None:
             self.say("quantizing the model as it is")
         else:
             self.say(f"quantizing the smoothed model ({smoothed.title}); --no-smooth takes the plain one")
-        if refine == "none":
-            quantized = quantize_by(scheme, model, calibration, observer)
-        else:
-            batches = self.task.calibration
-            refined = refine_network(model, calibration, scheme, batches, refine, observer=observer)
-            for layer, reason in refined.skipped.items():
+        quantized = self._quantized_by(scheme, model, calibration, observer, refine)
+        if isinstance(quantized, Refined):
+            for layer, reason in quantized.skipped.items():
                 self.say(f"{layer}: not refined, {reason}")
-            quantized = refined
         quantized.save(self.quantized_file)
         return quantized
+
+    def choose_bits(
+        self,
+        scheme: Scheme,
+        *,
+        budget: float | None = None,
+        max_drop: float | None = None,
+        use_smoothed: bool = True,
+        observer: str | None = None,
+        refine: Refine = "none",
+    ) -> Allocation:
+        """Bits for the weights of each layer, by a budget of bits or by the largest drop."""
+        check_refine(refine)
+        check_wish(budget, max_drop)
+        model, calibration, _ = self._to_quantize(use_smoothed=use_smoothed)
+        allocation = choose_bits(
+            model,
+            calibration,
+            scheme,
+            self.task.calibration,
+            lambda mixed: self._quantized_by(mixed, model, calibration, observer, refine).model,
+            budget=budget,
+            max_drop=max_drop,
+            compensated=refine != "none",
+            refined_on=0 if refine == "none" else REFINED_ON,
+            seed=self.options.seed or 0,
+        )
+        write_json(self.mixed_file, allocation.to_json())
+        return allocation
+
+    def _to_quantize(self, *, use_smoothed: bool) -> tuple[nn.Module, Calibration, Smoothed | None]:
+        smoothed = self.smoothed() if use_smoothed else None
+        if smoothed is None:
+            return self.task.model, self.calibration(), None
+        return smoothed.model, smoothed.calibration, smoothed
+
+    def _quantized_by(
+        self, scheme: Scheme, model: nn.Module, calibration: Calibration, observer: str | None, refine: Refine
+    ) -> Quantized:
+        if refine == "none":
+            return quantize_by(scheme, model, calibration, observer)
+        seed = self.options.seed or 0
+        return refine_network(model, calibration, scheme, self.task.calibration, refine, seed=seed, observer=observer)
 
     def quantized(self) -> tuple[Quantized, Smoothed | None]:
         """The quantized network of this folder, made first if it isn't there, and the smoothing it was made from."""
@@ -356,21 +398,27 @@ class Run:
     ) -> Sweep:
         check_plan(alphas, bits, images)  # before any work is done
         resume = Sweep.from_json(read_json(self.sweep_file)) if self.sweep_file.exists() else None
-        return sweep(
-            self.task.model,
-            self.calibration(),
-            self.task.calibration,
-            self.task.evaluation,
-            alphas,
-            bits=bits,
-            auto=auto,
-            form=form,
-            metric=self.task.metric,
-            images=images,
-            resume=resume,
-            on_point=lambda so_far: write_json(self.sweep_file, so_far.to_json()),
-            progress=self.progress,
-        )
+        with units("point") as point_finished:
+
+            def keep(so_far: Sweep) -> None:
+                write_json(self.sweep_file, so_far.to_json())
+                point_finished()
+
+            return sweep(
+                self.task.model,
+                self.calibration(),
+                self.task.calibration,
+                self.task.evaluation,
+                alphas,
+                bits=bits,
+                auto=auto,
+                form=form,
+                metric=self.task.metric,
+                images=images,
+                resume=resume,
+                on_point=keep,
+                progress=self.progress,
+            )
 
     def calibration_sizes(
         self, sizes: Sequence[int], bits: Sequence[str], alpha: float, *, images: int | None = None

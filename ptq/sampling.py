@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -68,10 +68,15 @@ class SampleReservoir:
         for block in range(samples // BLOCK):
             self._admit(block)
 
-    def order(self) -> list[int]:
-        """The places that hold a sample, in the order of the stream."""
-        held = sorted((index, place) for place, index in enumerate(self._indices) if index is not None)
-        return [place for _, place in held]
+    def held(self) -> dict[int, int]:
+        """Index in the stream → place, for all samples that are kept, in the order of the stream."""
+        return dict(sorted((index, place) for place, index in enumerate(self._indices) if index is not None))
+
+    def kept(self, indices: Iterable[int]) -> set[int]:
+        """Of samples that several reservoirs keep, each from its part of a stream, those that one would have kept."""
+        indices = set(indices)
+        blocks = sorted({index // BLOCK for index in indices}, key=lambda block: priority(self.seed, block))[:BLOCKS]
+        return {index for index in indices if index // BLOCK in blocks}
 
     def _admit(self, block: int) -> None:
         if block in self._slots:
@@ -161,6 +166,11 @@ class RowSample:
             if plan is not None:
                 found.append(self._rows_at(list(places), plan).cpu())
         return torch.cat(found)
+
+    def count(self, place: int) -> int:
+        """How many rows there are at a place."""
+        plan = self._stored[place]
+        return plan.rows if plan is not None else 0
 
     def _rows_at(self, places: list[int], plan: _Plan) -> Tensor:
         """The rows at places of one plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ptq import distributed
 from ptq.errors import InputError, MismatchError
 
 METADATA_KEY = "ptq"  # safetensors metadata maps strings to strings: ours is one JSON text under this key
@@ -23,7 +25,15 @@ METADATA_KEY = "ptq"  # safetensors metadata maps strings to strings: ours is on
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary name beside ``path`` to write to; it takes the place of ``path`` when all went well."""
+    """Give a temporary name beside ``path`` to write to; it takes the place of ``path`` when all went well.
+
+    Of several processes that share a job, all write and the file of the first counts; the others wait for it.
+    """
+    if distributed.rank() > 0:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+        distributed.wait()
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
@@ -35,6 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         partial.chmod(0o666 & ~_umask())  # mkstemp's 0600 would keep colleagues from reading a shared run folder
         partial.replace(path)
+        distributed.wait()
     except OSError as error:
         raise InputError(f"{path}: can't be written ({error.strerror}): free some space and try again") from error
     finally:
@@ -73,7 +84,10 @@ def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], metadata
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
     with replacing(path) as partial:
-        save_file(plain, partial, metadata={METADATA_KEY: header})
+        try:
+            save_file(plain, partial, metadata={METADATA_KEY: header})
+        except SafetensorError as error:  # a full disk, in safetensors' own words
+            raise OSError(errno.EIO, str(error).splitlines()[0]) from error
 
 
 def read_tensors(path: Path, kind: str, schema: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,6 +11,7 @@ from ptq.cli import Screen, app, command
 
 if TYPE_CHECKING:
     from ptq.run import Run
+    from ptq.tasks import Task
     from ptq.training.recipe import Recipe
 
 _group = typer.Typer(name="train", help="Train baselines: float, qat, pipeline, ddp.", no_args_is_help=True)
@@ -24,6 +25,7 @@ Epochs = Annotated[int | None, typer.Option(help="Epochs, in place of the recipe
 Rate = Annotated[float | None, typer.Option(help="Learning rate, in place of the recipe's.")]
 MicroBatches = Annotated[int | None, typer.Option(help="Parts of a batch that pass one after the other.")]
 Images = Annotated[int | None, typer.Option(help="Train on the first so many images.")]
+TestImages = Annotated[int | None, typer.Option(help="Measure on the first so many images.")]
 Name = Annotated[str | None, typer.Option(help="Folder under baselines/; the kind of training if not given.")]
 
 
@@ -38,12 +40,23 @@ def _recipe(run: "Run", kind: str, preset: str | None, **given: Any) -> "Recipe"
 
 
 def _from_scratch(run: "Run") -> None:
-    """Baselines begin with random weights unless a checkpoint was given."""
-    if run.options.weights is None:
+    """Baselines begin with random weights unless a checkpoint was given; on text, with the encoder that is there."""
+    from ptq.tasks.text import TEXT_TASKS
+
+    if run.options.weights is None and run.options.task not in TEXT_TASKS:
         run.options = replace(run.options, weights="random")
         say, run.say = run.say, lambda message: None  # that such a network is right by chance is known here
         _ = run.task
         run.say = say
+
+
+def _task(run: "Run", test_images: int | None) -> "Task":
+    """The task in the form that is trained, measured on the first so many images."""
+    from ptq.batches import limited
+    from ptq.training.text import with_one_input
+
+    task = with_one_input(run.task)
+    return replace(task, evaluation=limited(task.evaluation, test_images))
 
 
 def _show(screen: Screen, folder: Path, baseline: Any) -> None:
@@ -52,7 +65,16 @@ def _show(screen: Screen, folder: Path, baseline: Any) -> None:
         f"{baseline.metric} {baseline.score:.2f} ({low:.1f} to {high:.1f}, n = {baseline.n})"
         f" after {baseline.seconds:.0f} s of training"
     )
-    names = ("baseline.json", "metrics.jsonl", "model.safetensors", "quantized.safetensors")
+    from ptq.report import compare_plots, plots
+    from ptq.training.checkpoints import Folder, read_lines
+    from ptq.training.record import recorded_lines
+
+    title = f"{baseline.task}, {folder.name}"
+    curve = compare_plots.training_picture(
+        read_lines(Folder(folder).metrics), recorded_lines(folder), baseline.metric, title
+    )
+    plots.save(curve, folder / "training.png")
+    names = ("baseline.json", "metrics.jsonl", "model.safetensors", "quantized.safetensors", "training.png")
     screen.show(
         [], [folder / name for name in names if (folder / name).exists()], {**asdict(baseline), "interval": [low, high]}
     )
@@ -66,6 +88,7 @@ def float_(
     epochs: Epochs = None,
     learning_rate: Rate = None,
     images: Images = None,
+    test_images: TestImages = None,
     name: Name = None,
 ) -> None:
     """Train the network from random weights, or from --weights."""
@@ -74,7 +97,7 @@ def float_(
     _from_scratch(run)
     folder = run.folder / "baselines" / (name or "float")
     recipe = _recipe(run, "float", preset, epochs=epochs, learning_rate=learning_rate, images=images)
-    baseline, _ = float_baseline(run.task, recipe, folder, progress=screen.progress)
+    baseline, _ = float_baseline(_task(run, test_images), recipe, folder, progress=screen.progress)
     _show(screen, folder, baseline)
 
 
@@ -91,11 +114,13 @@ def qat(
     epochs: Epochs = None,
     learning_rate: Rate = None,
     images: Images = None,
+    test_images: TestImages = None,
     name: Name = None,
 ) -> None:
     """Train with quantization in the loop, from the float or smoothed network of this folder."""
     from ptq.quantization import Bits, Scheme
     from ptq.training.baselines import qat_baseline
+    from ptq.training.text import with_one_input
 
     folder = run.folder / "baselines" / (name or f"qat-{bits}")
     recipe = _recipe(run, "qat", preset, epochs=epochs, learning_rate=learning_rate, images=images)
@@ -103,8 +128,8 @@ def qat(
     source, calibration = (smoothed.model, smoothed.calibration) if smoothed else (run.task.model, run.calibration())
     scheme = Scheme(bits=Bits.parse(bits), fold_batchnorm=not keep_batchnorm)
     baseline, _ = qat_baseline(
-        run.task,
-        source,
+        _task(run, test_images),
+        with_one_input(replace(run.task, model=source)).model,
         calibration,
         scheme,
         recipe,
@@ -131,6 +156,7 @@ def pipeline(
     epochs: Epochs = None,
     learning_rate: Rate = None,
     images: Images = None,
+    test_images: TestImages = None,
     name: Name = None,
 ) -> None:
     """Train in stages, one process each, with what crosses between them compressed."""
@@ -142,7 +168,7 @@ def pipeline(
         run, "pipeline", preset, epochs=epochs, learning_rate=learning_rate, images=images, micro_batches=micro_batches
     )
     baseline, _ = pipeline_baseline(
-        run.task,
+        _task(run, test_images),
         recipe,
         folder,
         stages=stages,
@@ -168,6 +194,7 @@ def ddp(
     epochs: Epochs = None,
     learning_rate: Rate = None,
     images: Images = None,
+    test_images: TestImages = None,
     name: Name = None,
 ) -> None:
     """Train replicas, one process each, with the gradients between them compressed."""
@@ -178,5 +205,6 @@ def ddp(
     folder = run.folder / "baselines" / (name or "ddp")
     recipe = _recipe(run, "ddp", preset, epochs=epochs, learning_rate=learning_rate, images=images)
     compression = GradientCompression(form=gradients, error_feedback=error_feedback, record_every=record_every)
-    baseline, _ = ddp_baseline(run.task, recipe, folder, compression, ranks=ranks, progress=screen.progress)
+    task = _task(run, test_images)
+    baseline, _ = ddp_baseline(task, recipe, folder, compression, ranks=ranks, progress=screen.progress)
     _show(screen, folder, baseline)

@@ -59,7 +59,7 @@ def test_the_blocks_of_the_lowest_priorities_are_kept_whatever_the_batches(total
     for seed in range(5):
         reservoir = SampleReservoir(seed)
         places = stream(reservoir, in_batches(total, size))
-        assert [places[place] for place in reservoir.order()] == lowest_priorities(total, seed)
+        assert [places[place] for place in reservoir.held().values()] == lowest_priorities(total, seed)
 
 
 def test_the_order_of_the_batches_does_not_matter() -> None:
@@ -68,7 +68,7 @@ def test_the_order_of_the_batches_does_not_matter() -> None:
         random.Random(seed).shuffle(cuts)
         reservoir = SampleReservoir(7)
         places = stream(reservoir, cuts)
-        assert [places[place] for place in reservoir.order()] == lowest_priorities(1003, 7)
+        assert [places[place] for place in reservoir.held().values()] == lowest_priorities(1003, 7)
 
 
 def test_a_batch_never_fills_a_place_twice() -> None:
@@ -317,7 +317,7 @@ def test_the_rows_do_not_depend_on_the_batches(layer: channels.Layer, size: int)
         for first in range(0, len(data), size):
             batch = data[first : first + size]
             sample.store(batch, reservoir.pick(first, len(batch)), channels.channel_axis(layer))
-        return sample.rows(reservoir.order())
+        return sample.rows(list(reservoir.held().values()))
 
     found = rows(size)
     assert torch.equal(found, rows(400))

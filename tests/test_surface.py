@@ -14,18 +14,19 @@ import ptq
 PACKAGE = Path(ptq.__file__).parent
 # From the ground up: a room imports from its own floor or from below.
 FLOORS = [
-    {"errors", "allocator"},
-    {"formats", "channels", "hooks", "batches", "storage", "vision"},
+    {"errors", "allocator", "interruption", "journal"},
+    {"formats", "channels", "distributed", "hooks", "batches", "locking", "storage", "vision"},
     {"attention", "batchnorm", "capture", "graph", "observers", "packing", "sampling"},
     {"ranges"},
     {"calibration"},
     {"smoothing", "quantization"},
     {"refinement"},
-    {"evaluation", "tasks"},
-    {"export", "sizing", "sweeping", "training"},
+    {"evaluation", "mixed", "tasks"},
+    {"analysis", "export", "sizing", "sweeping", "training"},
     {"run"},
     {"report"},
-    {"cli", "commands", "train_commands"},
+    {"grid"},
+    {"analyze_commands", "cli", "commands", "compare_commands", "grid_commands", "report_commands", "train_commands"},
     {"__init__", "__main__"},
 ]
 

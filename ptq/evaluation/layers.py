@@ -43,7 +43,9 @@ class LayerError:
 
 
 @dataclass
-class _Sums:
+class DistanceSums:
+    """What the distances of any number of outputs y and ŷ are made of."""
+
     difference: float = 0.0  # Σ|y-ŷ|
     absolute: float = 0.0  # Σ|y|
     squared_difference: float = 0.0
@@ -84,8 +86,8 @@ class _Comparison:
     """The sums of one layer, and what waits to be compared."""
 
     layer: channels.Layer
-    isolated: _Sums = field(default_factory=_Sums)
-    accumulated: _Sums = field(default_factory=_Sums)
+    isolated: DistanceSums = field(default_factory=DistanceSums)
+    accumulated: DistanceSums = field(default_factory=DistanceSums)
     alone: list[Tensor] = field(default_factory=list)  # its output on float inputs
     expected: list[Tensor] = field(default_factory=list)  # the float network's outputs, oldest first
     ran: bool = False

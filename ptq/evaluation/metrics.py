@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ptq import distributed
 from ptq.batches import Batches, calls
 from ptq.errors import InputError
 from ptq.hooks import evaluating
@@ -188,11 +189,13 @@ def evaluate(
     ``progress`` is the title of a progress bar, if one is wanted.
     """
     checked_metric(metric)  # before any work is done
-    predictions, labels, in_top5 = [], [], []
+    answers: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # batch → predictions, labels, whether in the top 5
     total = len(labelled_batches) if isinstance(labelled_batches, Sized) else None
     with torch.inference_mode(), evaluating(model):
         bar = tqdm(calls(labelled_batches, model), progress, total, unit="batch", disable=progress is None, leave=False)
-        for call in bar:
+        for number, call in enumerate(bar):
+            if not distributed.is_mine(number):
+                continue
             if call.labels is None:
                 raise InputError("a batch without labels can't be evaluated: give tuples (inputs, labels)")
             logits = call.logits(model).cpu()
@@ -208,9 +211,10 @@ def evaluate(
                 )
             best = logits.topk(min(5, logits.shape[1])).indices  # [n, 5]
             target = call.labels.cpu().long()
-            predictions.append(best[:, 0].clone())
-            labels.append(target)
-            in_top5.append((best == target[:, None]).any(1))
-    if not labels:
+            answers[number] = best[:, 0].clone(), target, (best == target[:, None]).any(1)
+    all_answers = {number: found for share in distributed.exchanged(answers) for number, found in share.items()}
+    if not all_answers:
         raise InputError("the evaluation data has no batch")
-    return Evaluation(torch.cat(predictions), torch.cat(labels), torch.cat(in_top5), metric)
+    in_order = [all_answers[number] for number in sorted(all_answers)]
+    predictions, labels, in_top5 = (torch.cat(parts) for parts in zip(*in_order, strict=True))
+    return Evaluation(predictions, labels, in_top5, metric)

@@ -18,6 +18,7 @@ from ptq.hooks import evaluating
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.refinement.blocks import refine_blocks
+from ptq.refinement.memory import peak_memory
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
 from ptq.refinement.walking import LayerRefiner, Networks, ways_through
 
@@ -35,6 +36,7 @@ class Refined(Quantized):
     skipped: dict[str, str] = field(default_factory=dict)  # layer → why it is only rounded
     blocks: dict[str, list[str]] = field(default_factory=dict)  # what was learned as a whole → its layers
     samples: int = 0  # that it was refined on
+    peak_memory: int | None = None  # bytes that the process took at most until it was refined
 
 
 def refine(
@@ -86,7 +88,13 @@ def refine(
             # What is only rounded passes no gradient on.
             blocks = {name: inside for name, inside in blocks.items() if not layers_in(name, list(skipped))}
             refine_blocks(refiner, given, names, blocks)
-    return Refined(**vars(plain), skipped=skipped, blocks=blocks, samples=sum(call.samples for call in given))
+    return Refined(
+        **vars(plain),
+        skipped=skipped,
+        blocks=blocks,
+        samples=sum(call.samples for call in given),
+        peak_memory=peak_memory(),
+    )
 
 
 def _why_left(name: str, bits: Bits, usage: Usage) -> str | None:

@@ -32,11 +32,15 @@ def quantize(
     ``refine`` says what follows rounding to nearest: ``none``; ``fast``, which refines layer by layer on the
     unlabelled ``batches``; or ``best``, which also learns the layers of each block together.
     """
-    if refine not in get_args(Refine):
-        raise InputError(f"refine = {refine!r}: choose one of {', '.join(get_args(Refine))}")
+    check_refine(refine)
     plain = quantization.quantize(model, calibration, weights, activations, **options)
     if refine == "none":
         return plain
     if batches is None:
         raise InputError(f"refine = {refine!r} needs data: give batches=…, without labels if you like")
     return refine_by(model, calibration, plain.scheme, batches, refine, seed=seed, observer=plain.observer)
+
+
+def check_refine(refine: str) -> None:
+    if refine not in get_args(Refine):
+        raise InputError(f"--refine {refine!r}: choose none, fast or best")

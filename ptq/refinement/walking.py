@@ -84,12 +84,16 @@ class Arrival:
 def ways_through(networks: Networks, given: Sequence[Call]) -> list[Way]:
     ways, first = [], 0
     for call in given:
-        mask = call.kwargs.get("attention_mask")
-        valid = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         runs = [partial(call.run, network) for network in networks.both]
-        ways.append(Way(first, call.samples, valid, *runs))
+        ways.append(Way(first, call.samples, valid_tokens(call), *runs))
         first += call.samples
     return ways
+
+
+def valid_tokens(call: Call) -> Tensor | None:
+    """Which tokens of a text are no padding, [N, T]."""
+    mask = call.kwargs.get("attention_mask")
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def walk(ways: Sequence[Way], places: Sequence[str]) -> Iterator[tuple[str, list[Arrival]]]:

@@ -35,8 +35,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
         for name, tensor in expected.items()
         if name in state and state[name].shape != tensor.shape
     ]
+    types = [
+        f"{name} is {state[name].dtype} in the file and {tensor.dtype} in the network".replace("torch.", "")
+        for name, tensor in expected.items()
+        if name in state and state[name].is_floating_point() != tensor.is_floating_point()
+    ]
     if shapes:
         problems.append(_listed("shapes differ", shapes))
+    if types:
+        problems.append(_listed("types differ", types))
     if problems:
         raise MismatchError(
             f"{path} doesn't fit {type(model).__name__}: {'; '.join(problems)}; give the weights of this network"

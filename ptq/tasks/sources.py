@@ -67,7 +67,7 @@ def _npz(path: Path, request: Request) -> LoadedData:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             missing = [name for name in ARRAYS if name not in archive]
             arrays = {} if missing else {name: archive[name] for name in ARRAYS}
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:  # TypeError: a bare .npy
+    except (OSError, ValueError, EOFError, TypeError, MemoryError, zipfile.BadZipFile) as error:  # TypeError: bare .npy
         raise InputError(f"--data npz:{path} can't be read: save it with numpy.savez({', '.join(ARRAYS)})") from error
     if missing:
         raise InputError(f"--data npz:{path} has no {', '.join(missing)}: it needs {', '.join(ARRAYS)}")

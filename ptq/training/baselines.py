@@ -24,7 +24,7 @@ from ptq.training.recipe import DEFAULTS, Recipe, preset
 from ptq.training.replicas import train_ddp
 from ptq.training.samples import samples_of
 
-SCHEMA = 1
+KIND, SCHEMA = "baseline", 2
 KINDS = ("float", "qat", "pipeline", "ddp")
 
 
@@ -32,7 +32,7 @@ KINDS = ("float", "qat", "pipeline", "ddp")
 class Baseline:
     """What a training was and what it gave. The score is in percent, with its 95 % interval over n samples."""
 
-    kind: str  # one of KINDS
+    training: str  # one of KINDS
     task: str
     metric: str
     score: float
@@ -40,19 +40,25 @@ class Baseline:
     n: int
     seconds: float  # of training, all epochs
     seconds_per_step: float  # of the last epoch
+    images: int  # that were trained on, counted each time
     recipe: dict[str, Any]
     payload_bytes_per_step: float | None = None  # of the last epoch, all processes
     settings: dict[str, Any]  # formats, split, scheme …
 
     def save(self, folder: Path) -> None:
-        write_json(_file(folder), {"schema": SCHEMA, **asdict(self), "interval": list(self.interval)})
+        write_json(_file(folder), {"kind": KIND, "schema": SCHEMA, **asdict(self), "interval": list(self.interval)})
 
     @classmethod
     def load(cls, folder: Path) -> Baseline:
         content = read_json(_file(folder))
-        if content.pop("schema", None) != SCHEMA:
+        if (content.pop("kind", None), content.pop("schema", None)) != (KIND, SCHEMA):
             raise InputError(f"{_file(folder)}: not a baseline of this version: train it again")
         return cls(**{**content, "interval": tuple(content["interval"])})
+
+
+def baselines_in(folder: Path) -> dict[str, Baseline]:
+    """The finished trainings under a folder, by the names of their own folders."""
+    return {path.parent.name: Baseline.load(path.parent) for path in sorted(folder.glob(f"*/{_file(Path()).name}"))}
 
 
 def _file(folder: Path) -> Path:
@@ -189,13 +195,13 @@ def ddp_baseline(
 
 
 def _finished(
-    kind: str, task: Task, recipe: Recipe, history: History, folder: Path, settings: dict[str, Any]
+    training: str, task: Task, recipe: Recipe, history: History, folder: Path, settings: dict[str, Any]
 ) -> tuple[Baseline, nn.Module]:
     assert history.model is not None
     answers = evaluate(history.model, task.evaluation, metric=task.metric)
     last = history.epochs[-1]
     baseline = Baseline(
-        kind=kind,
+        training=training,
         task=task.name,
         metric=task.metric,
         score=answers.score(),
@@ -203,6 +209,7 @@ def _finished(
         n=answers.n,
         seconds=sum(line["seconds"] for line in history.epochs),
         seconds_per_step=last["seconds_per_step"],
+        images=last["step"] * recipe.batch_size,
         recipe=recipe.to_json(),
         payload_bytes_per_step=last.get("payload_bytes_per_step"),
         settings=settings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,8 +37,10 @@ class Folder:
 
     def save(self, content: Mapping[str, Any]) -> None:
         """Write a checkpoint of tensors and plain values; the one before it stays until this one is whole."""
+        memory = io.BytesIO()  # of a full disk, torch.save would only say that a position is unexpected
+        torch.save({"schema": SCHEMA, **content}, memory)
         with replacing(self.checkpoint) as partial:
-            torch.save({"schema": SCHEMA, **content}, partial)
+            partial.write_bytes(memory.getbuffer())
 
     def settings(self) -> dict[str, Any] | None:
         """What the last checkpoint was trained with, if there is one."""
@@ -66,7 +69,7 @@ class Folder:
             content = dict(torch.load(self.checkpoint, map_location="cpu", weights_only=True))
             schema, _ = content["schema"], dict(content["settings"])
         except Exception as error:  # whatever a damaged pickle makes torch raise
-            reason = str(error).splitlines()[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise InputError(f"{self.checkpoint}: not a readable checkpoint ({reason}): delete it") from error
         if schema != SCHEMA:
             raise InputError(f"{self.checkpoint}: schema {schema}, this version reads {SCHEMA}: train again")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,23 +12,19 @@ from torch import nn
 
 from ptq import channels
 from ptq.batches import limited
-from ptq.calibration import Calibration, calibrate
 from ptq.evaluation import evaluate, layer_errors
 from ptq.formats import format as read_format
-from ptq.quantization import Quantized, Scheme
+from ptq.quantization import Quantized
 from ptq.quantization.apply import quantize_by
+from ptq.smoothing.modules import NOTES
+from ptq.storage import write_json
 from ptq.tasks import Task
+from ptq.training.baselines import baselines_in
+from ptq.training.candidates import Candidate
+from ptq.training.record import RankCorrelation, rank_correlations, recorded_lines
 
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A network to compare: quantized already, or float and to be quantized after a calibration of its own."""
-
-    model: nn.Module
-    quantized: Quantized | None = None
-    calibration: Calibration | None = None
-    reference: nn.Module | None = None  # whose layers the errors are against: of a smoothed network, the original
-    seconds: float | None = None  # that training it took
+KIND, SCHEMA = "comparison", 1
+UNTRAINED = "ptq"  # a network that was quantized without training for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +32,7 @@ class Compared:
     """One row. Scores are in percent, sizes in bytes; ``layers`` is the isolated L1 of each layer."""
 
     name: str
+    training: str  # "ptq", or how it was trained: one of ptq.training.baselines.KINDS
     bits: str
     score: float
     interval: tuple[float, float]
@@ -44,18 +42,50 @@ class Compared:
     accumulated_l1: float | None
     layers: dict[str, float]
     weight_bytes: int
-    seconds: float | None
+    seconds: float | None  # that training took
+    images: int | None  # that it saw, counted each time
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "interval": list(self.interval)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Rows, the float network first, and how recorded distances rank the compressed trainings."""
+
+    task: str
+    metric: str
+    rows: list[Compared]
+    correlations: dict[str, dict[str, RankCorrelation]]  # training → direction and measure → with the final score
+
+    def save(self, path: Path) -> dict[str, Any]:
+        """Write it; returns what was written."""
+        content = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "task": self.task,
+            "metric": self.metric,
+            "rows": [row.to_json() for row in self.rows],
+            "correlations": {
+                training: {measure: found.to_json() for measure, found in by_measure.items()}
+                for training, by_measure in self.correlations.items()
+            },
+        }
+        write_json(path, content)
+        return content
+
+
 def weight_bytes(model: nn.Module, quantized: Quantized | None = None) -> int:
     """Bytes of all parameters and buffers, quantized weights at their bits with a float32 scale per channel.
 
-    Weights in a number format take what the format's packed form takes.
+    Weights in a number format take what the format's packed form takes. Notes that smoothing left on a layer, to
+    measure its errors in the original scale, are not counted: the network runs without them.
     """
-    total: int = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    total: int = sum(
+        tensor.numel() * tensor.element_size()
+        for name, tensor in model.state_dict().items()
+        if NOTES not in name.split(".")
+    )
     if quantized is None:
         return total
     for name, layer in channels.layers_of(model):
@@ -71,14 +101,9 @@ def weight_bytes(model: nn.Module, quantized: Quantized | None = None) -> int:
 
 
 def compare(
-    task: Task,
-    scheme: Scheme,
-    candidates: Mapping[str, Candidate],
-    *,
-    images: int | None = None,
-    error_batches: int = 8,
+    task: Task, candidates: Iterable[Candidate], *, images: int | None = None, error_batches: int = 8
 ) -> list[Compared]:
-    """Every candidate at the bits of the scheme, and the task's own network in float, on the same images.
+    """Every candidate in few bits, and the task's own network in float, on the same images.
 
     The layers' errors are against the float network that the quantized one was made from: the one it was trained
     from (QAT), or the trained one itself (pipeline, DDP); of a smoothed one give the original as ``reference``.
@@ -88,6 +113,7 @@ def compare(
     rows = [
         Compared(
             name="float",
+            training=UNTRAINED,
             bits="float",
             score=reference.score(),
             interval=reference.score_interval(),
@@ -98,31 +124,48 @@ def compare(
             layers={},
             weight_bytes=weight_bytes(task.model),
             seconds=None,
+            images=None,
         )
     ]
-    for name, candidate in candidates.items():
-        quantized = candidate.quantized
-        if quantized is None:
-            statistics = candidate.calibration or calibrate(candidate.model, task.calibration)
-            quantized = quantize_by(scheme, candidate.model, statistics)
+    before: dict[nn.Module, float] = {task.model: reference.score()}
+    for candidate in candidates:
+        if candidate.model not in before:
+            before[candidate.model] = evaluate(candidate.model, labelled, metric=task.metric).score()
+        quantized = candidate.quantized or quantize_by(candidate.scheme, candidate.model, candidate.calibration)
         answers = evaluate(quantized.model, labelled, metric=task.metric)
         errors = layer_errors(
             candidate.reference or candidate.model, quantized.model, task.calibration, max_batches=error_batches
         )
         accumulated = [error.accumulated.l1 for error in errors.values() if error.accumulated is not None]
+        baseline = candidate.baseline
         rows.append(
             Compared(
-                name=name,
+                name=candidate.name,
+                training=baseline.training if baseline else UNTRAINED,
                 bits=str(quantized.scheme.bits),
                 score=answers.score(),
                 interval=answers.score_interval(),
                 n=answers.n,
-                float_score=evaluate(candidate.model, labelled, metric=task.metric).score(),
+                float_score=before[candidate.model],
                 l1=fmean(error.isolated.l1 for error in errors.values()),
                 accumulated_l1=fmean(accumulated) if accumulated else None,
                 layers={layer: error.isolated.l1 for layer, error in errors.items()},
                 weight_bytes=weight_bytes(quantized.model, quantized),
-                seconds=candidate.seconds,
+                seconds=baseline.seconds if baseline else None,
+                images=baseline.images if baseline else None,
             )
         )
     return rows
+
+
+def correlations_in(folder: Path) -> dict[str, dict[str, RankCorrelation]]:
+    """Over the baselines under a folder, by kind of training: which recorded distance ranks their final scores."""
+    runs: dict[str, list[tuple[list[dict[str, Any]], float]]] = {}
+    for name, baseline in baselines_in(folder).items():
+        runs.setdefault(baseline.training, []).append((recorded_lines(folder / name), baseline.score))
+    found = {training: rank_correlations(of_kind) for training, of_kind in runs.items()}
+    present = {
+        training: {measure: value for measure, value in by_measure.items() if value is not None}
+        for training, by_measure in found.items()
+    }
+    return {training: by_measure for training, by_measure in present.items() if by_measure}

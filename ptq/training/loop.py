@@ -22,6 +22,7 @@ from tqdm import tqdm
 from ptq.batches import Batches, device_of
 from ptq.errors import PtqError
 from ptq.evaluation import evaluate
+from ptq.interruption import units
 from ptq.storage import fingerprint, write_tensors
 from ptq.training.checkpoints import Folder, momentum_by_name, restore_momentum
 from ptq.training.recipe import Recipe, generator_for
@@ -134,7 +135,7 @@ def train(
 
     device, last = device_of(model), min(recipe.epochs, stop_after or recipe.epochs)
     bar = tqdm(total=last * steps, initial=done * steps, unit="step", disable=not progress or engine.rank > 0)
-    with bar:
+    with bar, units("epoch") as epoch_finished:
         for epoch in range(done, last):
             started, losses = time.perf_counter(), []
             engine.begin_epoch(epoch)
@@ -163,9 +164,10 @@ def train(
             if files:
                 files.add_metrics(line)
                 content = {"settings": settings, "epoch": epoch + 1, "schedule": schedule.state_dict()}
-                files.save({**content, "history": history.epochs, "ranks": [_kept(report) for report in reports]})
                 if epoch + 1 == recipe.epochs and engine.saves_weights:
-                    _save_weights(files, history, settings)
+                    _save_weights(files, history, settings)  # before the checkpoint that says that all is done
+                files.save({**content, "history": history.epochs, "ranks": [_kept(report) for report in reports]})
+                epoch_finished()
     if history.model is not None:
         history.model.eval()
     return history

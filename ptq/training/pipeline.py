@@ -22,8 +22,8 @@ from ptq.training.processes import device_of_rank, run_ranks
 from ptq.training.recipe import Recipe
 from ptq.training.record import Recorder
 from ptq.training.samples import Samples
-from ptq.training.split import Cut, balanced_cuts, boundary_tensors, cuts_by_name, stage_modules
-from ptq.training.stage import BACKWARD, FORWARD, CompressedStage
+from ptq.training.split import Cut, balanced_cuts, boundary_tensors, cuts_by_name, modules_before, stage_modules
+from ptq.training.stage import BACKWARD, FORWARD, CompressedStage, passes_straight_through
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -145,6 +145,16 @@ def refuse_shared(stages: Sequence[nn.Module]) -> None:
                 raise InputError(f"{name}: stages {owners[name]} and {index} both use it: split elsewhere")
 
 
+def refuse_pruned_embeddings(name: str, module: nn.Module, *forms: str | None) -> None:
+    """Embeddings are never pruned: what looks them up keeps every value, of its results and of their gradients."""
+    dropping = [form for form in forms if form is not None and not passes_straight_through(read_format(form))]
+    if dropping and any(isinstance(part, nn.Embedding) for part in module.modules()):
+        raise InputError(
+            f"{name}: {dropping[0]} drops values, and embeddings are never pruned: choose a format that keeps all,"
+            " or split behind a later layer"
+        )
+
+
 def plan_pipeline(
     model: nn.Module,
     samples: Samples,
@@ -170,6 +180,9 @@ def plan_pipeline(
     else:
         count = recipe.batch_size // recipe.micro_batches
         cuts = balanced_cuts(model, stages, samples.batch(torch.arange(count) % len(samples))[0])
+    for cut in cuts:
+        for name in modules_before(model, cut):
+            refuse_pruned_embeddings(name, model.get_submodule(name), activations, gradients)
     return Pipeline(
         cuts=tuple(cuts),
         activations=activations,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -19,9 +20,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ptq.errors import InputError, PtqError
+from ptq.vision import torchvision
 
 GRACE = 2.0  # seconds in which ranks that lost another may end by themselves
 TIMEOUT = timedelta(minutes=30)
+
+
+class _Torchvision:
+    """A process that gets it imports torchvision through its one door, before the networks that are made of it."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return torchvision, ()
 
 
 class RankError(PtqError):
@@ -47,8 +56,11 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ptq-ranks-") as name:
         folder = Path(name)
         context = mp.get_context("spawn")
+        door = _Torchvision() if "torchvision" in sys.modules else None
         ranks = [
-            context.Process(target=_entry, args=(function, arguments, rank, count, name, threads, backend), daemon=True)
+            context.Process(
+                target=_entry, args=(door, function, arguments, rank, count, name, threads, backend), daemon=True
+            )
             for rank in range(count)
         ]
         with _one_thread_for_children():
@@ -92,6 +104,7 @@ def _error(folder: Path, rank: int) -> Path:
 
 
 def _entry(
+    _door: Any,
     function: Callable[..., Any],
     arguments: Sequence[Any],
     rank: int,

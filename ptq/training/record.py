@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.training.checkpoints import json_line, read_lines
 
 MEASURES = ("l1", "sqnr", "cosine")
+PATTERNS = ("boundaries-*.jsonl", "gradients-*.jsonl")  # the files of a run, one for each process
+FEWEST_RUNS = 4  # that a correlation is stated for
+RESAMPLES = 2000  # of the bootstrap
 
 
 def distortion(sent: Tensor, received: Tensor) -> dict[str, float | None]:
@@ -55,14 +60,29 @@ class Recorder:
             file.write(json_line({**place, "elements": sent.numel(), **distortion(sent, received)}))
 
 
-def rank_correlation(runs: Sequence[tuple[Sequence[Mapping[str, Any]], float]]) -> dict[str, float | None]:
-    """Spearman's correlation over runs of each mean measure, by direction, with the final score.
+@dataclass(frozen=True, kw_only=True)
+class RankCorrelation:
+    """Spearman's correlation of a mean measure with the final score over some runs, and its 95 % interval."""
 
-    A run is its recorded lines and its score; None where fewer than three runs have the measure or all are the same.
+    value: float
+    interval: tuple[float, float]
+    runs: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"value": self.value, "interval": list(self.interval), "runs": self.runs}
+
+
+def recorded_lines(folder: Path) -> list[dict[str, Any]]:
+    """What the processes of a run recorded in its folder, if they did."""
+    return [line for pattern in PATTERNS for path in sorted(folder.glob(pattern)) for line in read_lines(path)]
+
+
+def rank_correlations(runs: Sequence[tuple[Sequence[Mapping[str, Any]], float]]) -> dict[str, RankCorrelation | None]:
+    """Spearman's correlation over runs of each mean measure, by direction (``"forward l1"``), with the final score.
+
+    A run is its recorded lines and its score. None where fewer than FEWEST_RUNS have the measure or all are the same.
     """
-    from scipy import stats  # a second to import, which processes that only record would pay too
-
-    result: dict[str, float | None] = {}
+    result = {}
     for direction in ("forward", "backward"):
         for measure in MEASURES:
             pairs = []
@@ -71,7 +91,27 @@ def rank_correlation(runs: Sequence[tuple[Sequence[Mapping[str, Any]], float]]) 
                 present = [value for value in values if value is not None]
                 if present:
                     pairs.append((sum(present) / len(present), score))
-            means, scores = [mean for mean, _ in pairs], [score for _, score in pairs]
-            varied = len(pairs) >= 3 and len(set(means)) > 1 and len(set(scores)) > 1
-            result[f"{direction} {measure}"] = float(stats.spearmanr(means, scores).statistic) if varied else None
+            result[f"{direction} {measure}"] = spearman(*zip(*pairs, strict=True)) if pairs else None
     return result
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> RankCorrelation | None:
+    """Pearson's correlation of the ranks, ties sharing theirs; the interval are percentiles of a bootstrap over pairs.
+
+    Resamples in which either side is all the same have no correlation and are left out.
+    """
+    from scipy import stats  # a second to import, which processes that only record would pay too
+
+    pairs = np.array([first, second], dtype=float)  # [2, runs]
+    count = pairs.shape[1]
+    if count < FEWEST_RUNS or (np.ptp(pairs, axis=1) == 0).any():
+        return None
+    drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+    drawn[0] = np.arange(count)  # the runs themselves
+    ranks = stats.rankdata(pairs[:, drawn], axis=2)  # [2, resamples, runs]
+    ranks -= ranks.mean(axis=2, keepdims=True)
+    norms = np.sqrt((ranks**2).sum(axis=2).prod(axis=0))
+    varied = norms > 0
+    values = (ranks[0] * ranks[1]).sum(axis=1)[varied] / norms[varied]
+    low, high = np.percentile(values[1:], (2.5, 97.5))
+    return RankCorrelation(value=float(values[0]), interval=(float(low), float(high)), runs=count)

@@ -16,7 +16,7 @@ from ptq.batches import Batches
 from ptq.errors import InputError
 from ptq.training.gradients import GradientCompression, attach, replicated
 from ptq.training.loop import Engine, History, train
-from ptq.training.pipeline import gathered, history_from, returned
+from ptq.training.pipeline import gathered, history_from, refuse_pruned_embeddings, returned
 from ptq.training.processes import device_of_rank, run_ranks
 from ptq.training.recipe import Recipe
 from ptq.training.record import Recorder
@@ -116,8 +116,13 @@ def train_ddp(
     """Train replicas of the model, one process each, started here unless torchrun did."""
     options = {"folder": folder, "evaluation": evaluation, "metric": metric, "stop_after": stop_after}
     options["progress"] = progress
+    compression = compression or GradientCompression()
+    if ranks < 1:
+        raise InputError(f"--ranks {ranks}: give at least 1")
+    if not compression.is_built_in:
+        refuse_pruned_embeddings("gradients", model, compression.form)
     # A copy: the tensors that processes are given lie in memory that all of them see.
-    given = (copy.deepcopy(model), samples, recipe, compression or GradientCompression(), options)
+    given = (copy.deepcopy(model), samples, recipe, compression, options)
     return history_from(run_ranks(_rank, given, ranks, threads=threads)[0], model)
 
 

@@ -7,7 +7,7 @@ the same modules under the same names, so that the stages' state dicts together 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,10 +29,21 @@ class Cut:
     place: int  # in the record of calls
 
 
+class _Tracer(fx.Tracer):
+    """Also takes the modules of these names as one call."""
+
+    def __init__(self, called_as_one: Collection[str]) -> None:
+        super().__init__()
+        self._called_as_one = called_as_one
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._called_as_one or super().is_leaf_module(m, module_qualified_name)
+
+
 def traced(model: nn.Module) -> fx.Graph:
     """The record of the model's calls."""
     try:
-        graph: fx.Graph = fx.Tracer().trace(model)
+        graph: fx.Graph = _Tracer(getattr(model, "called_as_one", ())).trace(model)
     except Exception as error:  # whatever a forward method does with the stand-ins it is given
         reason = str(error).splitlines()[0][:200]
         raise InputError(
@@ -53,7 +64,7 @@ def cuts_by_name(model: nn.Module, names: Sequence[str]) -> list[Cut]:
         if place is None:
             known = [child for child, _ in model.named_modules() if child][:8]
             raise InputError(f"split at {name!r}: no module of that name runs: the names begin {', '.join(known)} …")
-        cuts.append(Cut(name, place))
+        cuts.append(Cut(name, _start_of(list(graph.nodes), place)))
     if any(first.place >= second.place for first, second in pairwise(cuts)):
         raise InputError(f"split at {', '.join(names)}: name the modules in the order in which they run")
     if not cuts or not any(node.op == "call_module" for node in list(graph.nodes)[: cuts[0].place]):
@@ -70,11 +81,15 @@ def balanced_cuts(model: nn.Module, stages: int, example: Tensor) -> list[Cut]:
     seconds = _forward_seconds(model, graph, example)
     before = [sum(seconds[:place]) for place in range(len(nodes) + 1)]
     crossing = _crossing(nodes)
-    allowed = [
-        place
-        for place, node in enumerate(nodes)
-        if node.op == "call_module" and len(crossing[place]) == 1 and crossing[place][0].op != "placeholder"
-    ]
+    if not example.is_floating_point():  # integers, as the ids of tokens, cross beside what is made of them
+        crossing = [[node for node in values if node.op != "placeholder"] for values in crossing]
+    starts = [(node, _start_of(nodes, place)) for place, node in enumerate(nodes) if node.op == "call_module"]
+    names = {
+        start: str(node.target)
+        for node, start in starts
+        if len(crossing[start]) == 1 and crossing[start][0].op != "placeholder"
+    }
+    allowed = list(names)
     if len(allowed) < stages - 1:
         raise InputError(f"{type(model).__name__} has {len(allowed)} places to cut it at: give fewer than {stages}")
     # best[place]: the least time of the slowest of some stages that end there, and their cuts
@@ -90,7 +105,13 @@ def balanced_cuts(model: nn.Module, stages: int, example: Tensor) -> list[Cut]:
             if any(start < end for start in best)
         }
     _, places = min((max(slowest, before[-1] - before[end]), cuts) for end, (slowest, cuts) in best.items())
-    return [Cut(str(nodes[place].target), place) for place in places]
+    return [Cut(names[place], place) for place in places]
+
+
+def modules_before(model: nn.Module, cut: Cut) -> list[str]:
+    """The modules whose results cross a cut."""
+    crossing = _crossing(list(traced(model).nodes))[cut.place]
+    return [str(node.target) for node in crossing if node.op == "call_module"]
 
 
 def stage_modules(model: nn.Module, cuts: Sequence[Cut]) -> list[fx.GraphModule]:
@@ -159,6 +180,26 @@ def _crossing(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     order = {node: place for place, node in enumerate(nodes)}
     last_use = {node: max((order[user] for user in node.users), default=-1) for node in nodes}
     return [[node for node in nodes[:place] if last_use[node] >= place] for place in range(len(nodes) + 1)]
+
+
+def _start_of(nodes: Sequence[fx.Node], place: int) -> int:
+    """Where a stage begins that begins with this node: before what is made of the inputs alone, and just for it.
+
+    The mask of a layer is such a value: made on the far side of a cut, it need not cross.
+    """
+    of_inputs: set[fx.Node] = set()
+    for node in nodes[:place]:
+        calls_no_module = node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
+        if node.op == "placeholder" or (calls_no_module and of_inputs.issuperset(node.all_input_nodes)):
+            of_inputs.add(node)
+    order = {node: number for number, node in enumerate(nodes)}
+    while (
+        (before := nodes[place - 1]).op != "placeholder"
+        and before in of_inputs
+        and all(order[user] >= place for user in before.users)
+    ):
+        place -= 1
+    return place
 
 
 def _forward_seconds(model: nn.Module, graph: fx.Graph, example: Tensor) -> list[float]:

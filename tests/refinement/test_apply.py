@@ -211,6 +211,7 @@ def test_memory_bounds_the_samples(
     largest = 6 * 16 * 16 * 4  # what `up` makes of one sample
     refined = refine(small_network, calibration, scheme(), batches, memory=20 * 6 * largest)
     assert refined.samples == 20
+    assert refined.peak_memory is not None and 2**26 < refined.peak_memory < 2**40  # torch alone takes more than 64 MB
 
 
 def test_batches_that_are_a_dict_with_padding() -> None:
@@ -269,5 +270,5 @@ def test_quantize_refines_by_one_word(
     assert states_equal(refined, refine(small_network, calibration, scheme(first_last=8), batches))
     with pytest.raises(InputError, match="needs data"):
         quantize(small_network, calibration, refine="fast")
-    with pytest.raises(InputError, match="refine = 'slow': choose one of none, fast, best"):
+    with pytest.raises(InputError, match="--refine 'slow': choose none, fast or best"):
         quantize(small_network, calibration, refine="slow")

@@ -39,6 +39,20 @@ class TwoWays(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Words(nn.Module):
+    """Embeddings, two layers, and a mean over the tokens whose mask came in with their ids: [N, 2, tokens]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, packed: Tensor) -> Tensor:
+        hidden = self.second(self.first(self.embedding(packed[:, 0])).relu()).relu()
+        mask = packed[:, 1].unsqueeze(-1).to(torch.float32)
+        return self.head((hidden * mask).sum(1) / mask.sum(1))
+
+
 def network() -> nn.Module:
     torch.manual_seed(11)
     return TwoWays()
@@ -111,10 +125,11 @@ def fails_in_rank(rank: int, failing: int, how: str, note: str) -> dict[str, Any
     return {}
 
 
-def adds_up(rank: int, number: int) -> dict[str, Any]:
+def adds_up(rank: int, number: int, network: nn.Module | None = None) -> dict[str, Any]:
     total = torch.tensor([float(rank + number)])
     dist.all_reduce(total)
-    return {"total": total, "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+    environment = {"threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+    return {"total": total, **environment, "network": type(network).__name__}
 
 
 def replicas_trained(

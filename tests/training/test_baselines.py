@@ -27,7 +27,8 @@ from ptq.training.baselines import (
     qat_baseline,
     recipe_for,
 )
-from ptq.training.comparison import Candidate, compare, weight_bytes
+from ptq.training.candidates import Candidate
+from ptq.training.comparison import compare, weight_bytes
 from ptq.training.gradients import GradientCompression
 from ptq.training.recipe import Recipe, preset
 
@@ -53,7 +54,7 @@ def test_float_and_qat_leave_what_the_other_commands_read(small_task: Task, tmp_
     start = {name: tensor.clone() for name, tensor in small_task.model.state_dict().items()}
     baseline, model = float_baseline(small_task, RECIPE, tmp_path / "float")
     assert Baseline.load(tmp_path / "float") == baseline
-    assert baseline.n == 24 and baseline.seconds > 0 and baseline.payload_bytes_per_step is None
+    assert baseline.n == baseline.images == 24 and baseline.seconds > 0 and baseline.payload_bytes_per_step is None
     assert baseline.score == ptq.evaluate(model, small_task.evaluation).top1
     assert all(torch.equal(tensor, start[name]) for name, tensor in small_task.model.state_dict().items())
     fresh = rank_functions.network()
@@ -78,7 +79,7 @@ def test_processes_leave_the_same_files(small_task: Task, tmp_path: Path) -> Non
     compression = GradientCompression(form="alq:bits=3,bucket=512")
     shared, _ = ddp_baseline(small_task, RECIPE, tmp_path / "ddp", compression)
     for name, baseline in (("pipeline", piped), ("ddp", shared)):
-        assert Baseline.load(tmp_path / name).kind == baseline.kind == name
+        assert Baseline.load(tmp_path / name).training == baseline.training == name
         files = {path.name for path in (tmp_path / name).iterdir()}
         assert {"baseline.json", "checkpoint.pt", "metrics.jsonl", "model.safetensors"} <= files
         fresh = rank_functions.network()
@@ -95,22 +96,31 @@ def test_recipes_of_tasks() -> None:
     assert recipe_for("digits", "ddp", "digits-short") == preset("digits-short")
     assert recipe_for("cifar10-resnet20", "qat").learning_rate < recipe_for("cifar10-resnet20", "float").learning_rate
     with pytest.raises(InputError, match="has no recipe of its own"):
-        recipe_for("cola", "float")
+        recipe_for("torchvision:resnet18", "float")
 
 
 def test_networks_side_by_side(digits: Task, digits_calibration: Calibration) -> None:
     scheme = Scheme(bits=Bits(4, 4))
     smoothed = ptq.smooth(digits.model, digits_calibration, alpha=0.5, batches=digits.calibration)
+    quantized = ptq.quantize(digits.model, digits_calibration, 8, 8)
+    trained = Baseline(
+        training="qat", task="digits", metric="top1", score=99.0, interval=(98.0, 100.0), n=450, seconds=3.0,
+        seconds_per_step=0.1, images=640, recipe={}, settings={},
+    )  # fmt: skip
+    plain = Candidate(name="PTQ", scheme=scheme, model=digits.model, calibration=digits_calibration)
     rows = compare(
         digits,
-        scheme,
-        {
-            "PTQ": Candidate(model=digits.model, calibration=digits_calibration),
-            "PTQ, α=0.5": Candidate(model=smoothed.model, calibration=smoothed.calibration, reference=digits.model),
-            "trained": Candidate(
-                model=digits.model, quantized=ptq.quantize(digits.model, digits_calibration, 8, 8), seconds=3.0
+        [
+            plain,
+            replace(
+                plain,
+                name="PTQ, α=0.5",
+                model=smoothed.model,
+                calibration=smoothed.calibration,
+                reference=digits.model,
             ),
-        },
+            replace(plain, name="trained", quantized=quantized, baseline=trained),
+        ],
         images=200,
         error_batches=1,
     )
@@ -118,7 +128,7 @@ def test_networks_side_by_side(digits: Task, digits_calibration: Calibration) ->
     assert list(by_name) == ["float", "PTQ", "PTQ, α=0.5", "trained"]
     assert all(row.n == 200 and row.interval[0] <= row.score <= row.interval[1] for row in rows)
     assert by_name["float"].float_score == by_name["PTQ"].float_score == by_name["float"].score
-    assert by_name["trained"].bits == "W8A8" and by_name["trained"].seconds == 3.0
+    assert by_name["trained"].bits == "W8A8" and by_name["trained"].seconds == 3.0 and by_name["trained"].images == 640
     l1 = {name: row.l1 for name, row in by_name.items()}
     assert l1["float"] is None and l1["trained"] is not None and l1["PTQ"] is not None and l1["trained"] < l1["PTQ"]
     assert l1["PTQ, α=0.5"] is not None and l1["PTQ, α=0.5"] < 2 * l1["PTQ"]  # in the original scale

@@ -34,6 +34,7 @@ from ptq.training.recipe import Recipe
 from ptq.training.samples import TensorSamples, epoch_batches
 from ptq.training.split import balanced_cuts, boundary_tensors, cuts_by_name, stage_modules
 from ptq.training.stage import transfer_generator
+from ptq.vision import torchvision
 
 RECIPE = Recipe(epochs=2, batch_size=16, learning_rate=0.05, micro_batches=4, seed=5)
 BOUNDARY = (4, 6, 8, 8)  # of a micro-batch, between stem and relu
@@ -252,8 +253,11 @@ def test_a_rank_that_dies_ends_all_with_its_message(tmp_path: Path, how: str, me
 
 
 def test_ranks_return_what_they_found() -> None:
+    """They also get networks made of torchvision's parts, which can be imported through ``ptq.vision`` alone."""
     before = os.environ.get("OMP_NUM_THREADS")
-    results = run_ranks(rank_functions.adds_up, (2,), 2)
+    network = torchvision("ops").Conv2dNormActivation(1, 2)
+    results = run_ranks(rank_functions.adds_up, (2, network), 2)
+    assert [result["network"] for result in results] == ["Conv2dNormActivation"] * 2
     assert [float(result["total"]) for result in results] == [5.0, 5.0]
     assert [(result["threads"], result["omp"]) for result in results] == [(1, "1")] * 2
     assert os.environ.get("OMP_NUM_THREADS") == before

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.spatial.distance import cosine
-from scipy.stats import spearmanr
+from scipy.stats import bootstrap, spearmanr
 
 from ptq.errors import InputError
 from ptq.formats import format as read_format
 from ptq.training.checkpoints import read_lines
-from ptq.training.record import Recorder, distortion, rank_correlation
+from ptq.training.record import Recorder, distortion, rank_correlations, spearman
 
 
 def test_measures_are_those_of_numpy_and_scipy() -> None:
@@ -60,7 +60,24 @@ def test_rank_correlation_over_runs() -> None:
           {"direction": "forward", "l1": mean + 0.05, "sqnr": None, "cosine": 1.0}], score)
         for mean, score in zip(means, scores, strict=True)
     ]  # fmt: skip
-    found = rank_correlation(runs)
-    assert found["forward l1"] == pytest.approx(spearmanr(means, scores).statistic)
+    found = rank_correlations(runs)
+    forward = found["forward l1"]
+    assert forward is not None and forward.runs == 4
+    assert forward.value == pytest.approx(spearmanr(means, scores).statistic)
     assert found["forward sqnr"] is None and found["forward cosine"] is None and found["backward l1"] is None
-    assert rank_correlation(runs[:2])["forward l1"] is None
+    assert rank_correlations(runs[:3])["forward l1"] is None
+
+
+def test_intervals_of_rank_correlations_are_those_of_scipys_bootstrap() -> None:
+    generator = np.random.default_rng(3)
+    first = generator.normal(size=25)
+    second = np.round(first + generator.normal(size=25), 1)  # with ties
+    found = spearman(first, second)
+    assert found is not None and found.value == pytest.approx(spearmanr(first, second).statistic)
+    reference = bootstrap(
+        (first, second), lambda x, y: spearmanr(x, y).statistic, paired=True, vectorized=False, n_resamples=2000,
+        method="percentile", rng=np.random.default_rng(8),
+    ).confidence_interval  # fmt: skip
+    assert found.interval == pytest.approx((reference.low, reference.high), abs=0.04)
+    monotone = spearman([1, 2, 3, 4, 5], [10, 8, 6, 4, 2])
+    assert monotone is not None and (monotone.value, *monotone.interval) == pytest.approx((-1, -1, -1))
