@@ -119,6 +119,7 @@ def acquire(path: Path, command: str, *, beat: float = BEAT, expiry: float = EXP
                 if others == seen:
                     for number in seen:
                         _file(path, number).unlink(missing_ok=True)
+                    _remove_dead_drafts(path, draft, expiry)
                     return Lease(claim, mine, beat)
                 claim.unlink(missing_ok=True)
             time.sleep(random.uniform(0.001, 0.02))  # others try at this moment: let one of them win
@@ -180,6 +181,15 @@ def holding(folder: Path, command: str, *, patience: float = 0.0) -> Iterator[No
         for empty in made:
             with suppress(OSError):
                 empty.rmdir()
+
+
+def _remove_dead_drafts(path: Path, mine: Path, expiry: float) -> None:
+    """Remove what processes left that were killed while they asked for the lease."""
+    for draft in path.parent.glob(f"{path.name}.*.draft"):
+        holder = _read(draft)
+        with suppress(FileNotFoundError):
+            if draft != mine and ((holder and holder.is_gone) or mine.stat().st_mtime - draft.stat().st_mtime > expiry):
+                draft.unlink()
 
 
 def _clear_unfinished(folder: Path) -> None:

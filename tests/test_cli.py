@@ -64,6 +64,7 @@ def test_the_main_road_without_arguments(cli: Cli, tmp_path: Path) -> None:
     assert swept.code == 0 and "not smoothed" in swept.out
     written = {path.name for path in folder.iterdir()}
     assert written == {
+        "log.jsonl",
         "run.json",
         "calibration.safetensors",
         "smoothed.safetensors",
@@ -111,6 +112,7 @@ def test_every_command_makes_what_it_builds_on(cli: Cli, tmp_path: Path) -> None
     assert finished.code == 0
     assert "calibrating first" in finished.err
     assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {
+        "log.jsonl",
         "calibration.safetensors",
         "run.json",
         "quantized.safetensors",

@@ -115,6 +115,17 @@ def test_other_machines_are_judged_by_the_age_of_the_last_touch(tmp_path: Path, 
     assert [path for path in tmp_path.iterdir() if path.name != "a.7"] == []
 
 
+def test_drafts_of_killed_processes_go_away_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    mine = Holder.myself("asking at this moment")
+    (tmp_path / "a.living.draft").write_text(json.dumps(asdict(mine)))
+    (tmp_path / "a.dead.draft").write_text(json.dumps(asdict(replace(mine, born="1"))))
+    (tmp_path / "a.fresh.draft").write_text("")
+    (tmp_path / "a.old.draft").write_text("")
+    os.utime(tmp_path / "a.old.draft", (1, 1))
+    held(tmp_path / "a").release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.fresh.draft", "a.living.draft"]
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', "\x00\x01"])
 def test_an_unreadable_lease_counts_until_it_is_old(tmp_path: Path, content: str) -> None:
     file = tmp_path / "a.1"
