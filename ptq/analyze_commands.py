@@ -37,8 +37,8 @@ def analyze(
         _watch(run, screen, quantized, watch, batch)
         return
     from ptq.analysis import analyze
+    from ptq.folder import TaskOptions
     from ptq.report import analysis_plots, plots
-    from ptq.run import TaskOptions
     from ptq.storage import write_json
 
     task = run.task

@@ -105,8 +105,9 @@ def quantize(
         str | None, typer.Option(help="A number format for the activations; its ranges come from each batch.")
     ] = None,
     refine: Annotated[
-        str, typer.Option(help="none, fast (layer by layer, a minute) or best (blocks learned too, minutes).")
-    ] = "none",
+        str,
+        typer.Option(help="none: rounded to nearest; fast: layer by layer, seconds; best: blocks learned, minutes."),
+    ] = "fast",
     budget: Annotated[
         float | None, typer.Option(help="Mixed precision: so many bits a weight on average, 2 to 8; by layer.")
     ] = None,

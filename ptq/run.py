@@ -7,7 +7,7 @@ described, so that later commands on the folder need not be told again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from ptq.calibration import Calibration, calibrate
 from ptq.capture import input_and_gradient
 from ptq.channels import layers_of
 from ptq.errors import InputError, MismatchError
-from ptq.evaluation import Evaluation, LayerError, evaluate, layer_errors
+from ptq.evaluation import Row, evaluate, layer_errors, layers_json, networks_json
+from ptq.folder import RunFolder, TaskOptions
 from ptq.interruption import units
 from ptq.mixed import Allocation, check_wish, choose_bits
 from ptq.packing import PackedCheckpoint, pack
@@ -31,49 +32,17 @@ from ptq.refinement import Refine, Refined, check_refine
 from ptq.refinement import refine as refine_network
 from ptq.sizing import SizeStudy, calibration_sizes
 from ptq.smoothing import Alpha, Explicit, Form, Smoothed, check_smoothing, smooth
-from ptq.storage import fingerprint, read_json, write_json
+from ptq.storage import read_json, write_json
 from ptq.sweeping import Sweep, check_plan, sweep
-from ptq.tasks import DEFAULT, Task, folder_name, resolve
+from ptq.tasks import Task, resolve
 
 if TYPE_CHECKING:
     from ptq.export import Exported
 
-ROOT = Path("reports")
 DEFAULT_BATCHES = 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskOptions:
-    """How a task is described on the command line; None is "not said"."""
-
-    task: str | None = None
-    model: str | None = None
-    weights: str | None = None
-    data: str | None = None
-    batch_size: int | None = None
-    image_size: int | None = None
-    seed: int | None = None
-
-    def completed_by(self, saved: TaskOptions) -> TaskOptions:
-        """What was said now goes before what was said earlier on the same folder."""
-        said = {key: value for key, value in asdict(self).items() if value is not None}
-        return replace(saved, **said)
-
-    @property
-    def folder(self) -> Path:
-        return ROOT / folder_name(self.task or self.model or DEFAULT)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One network of an evaluation."""
-
-    name: str
-    evaluation: Evaluation
-    errors: dict[str, LayerError] | None  # None for the float network
-
-
-class Run:
+class Run(RunFolder):
     """The files of one run folder and the steps that make them."""
 
     def __init__(
@@ -86,15 +55,8 @@ class Run:
         say: Callable[[str], None] = lambda message: None,
         progress: bool = False,
     ) -> None:
-        self.folder = folder or options.folder
-        saved = TaskOptions()
-        if self._description.exists():
-            content = read_json(self._description)
-            try:
-                saved = TaskOptions(**content["options"])
-            except (KeyError, TypeError) as error:
-                raise InputError(f"{self._description}: not a run description ({error}): delete it") from error
-        self.options = options.completed_by(saved)
+        super().__init__(folder or options.folder)
+        self.options = options.completed_by(self.description())
         self._device = _device(device)
         self._download = download
         self.say = say
@@ -120,63 +82,13 @@ class Run:
         task.model.to(self._device)
         return task
 
-    # Where things are -------------------------------------------------------------------------------------------
-
-    @property
-    def _description(self) -> Path:
-        return self.folder / "run.json"
-
-    @property
-    def calibration_file(self) -> Path:
-        return self.folder / "calibration.safetensors"
-
-    @property
-    def smoothed_file(self) -> Path:
-        return self.folder / "smoothed.safetensors"
-
-    @property
-    def smoothed_calibration_file(self) -> Path:
-        return self.folder / "smoothed_calibration.safetensors"
-
-    @property
-    def ledger_file(self) -> Path:
-        return self.folder / "ledger.json"
-
-    @property
-    def quantized_file(self) -> Path:
-        return self.folder / "quantized.safetensors"
-
-    @property
-    def mixed_file(self) -> Path:
-        return self.folder / "mixed.json"
-
-    @property
-    def packed_file(self) -> Path:
-        return self.folder / "packed.safetensors"
-
-    @property
-    def evaluation_file(self) -> Path:
-        return self.folder / "evaluation.json"
-
-    @property
-    def sweep_file(self) -> Path:
-        return self.folder / "sweep.json"
-
-    @property
-    def export_folder(self) -> Path:
-        return self.folder / "export"
-
-    @property
-    def sizes_file(self) -> Path:
-        return self.folder / "calibration_sizes.json"
-
     # The steps --------------------------------------------------------------------------------------------------
 
     def calibrate(self, observer: str = "max", batches: int = DEFAULT_BATCHES) -> Calibration:
         task = self.task
         calibration = calibrate(task.model, task.calibration, observer, batches, progress=self.progress)
         calibration.save(self.calibration_file)
-        write_json(self._description, {"kind": "run", "schema": 1, "options": asdict(self.options)})
+        self.describe(self.options)
         return calibration
 
     def calibration(self) -> Calibration:
@@ -238,7 +150,7 @@ class Run:
         return Smoothed.load(self.smoothed_file, self.task.model, of_smoothed)
 
     def quantize(
-        self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None, refine: Refine = "none"
+        self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None, refine: Refine = "fast"
     ) -> Quantized:
         check_refine(refine)  # before any work is done
         model, calibration, smoothed = self._to_quantize(use_smoothed=use_smoothed)
@@ -248,8 +160,9 @@ class Run:
             self.say(f"quantizing the smoothed model ({smoothed.title}); --no-smooth takes the plain one")
         quantized = self._quantized_by(scheme, model, calibration, observer, refine)
         if isinstance(quantized, Refined):
-            for layer, reason in quantized.skipped.items():
-                self.say(f"{layer}: not refined, {reason}")
+            for reason in sorted(set(quantized.skipped.values())):
+                layers = [layer for layer, why in quantized.skipped.items() if why == reason]
+                self.say(f"not refined: {', '.join(layers[:3])}{' …' * (len(layers) > 3)} ({len(layers)}): {reason}")
         quantized.save(self.quantized_file)
         return quantized
 
@@ -261,7 +174,7 @@ class Run:
         max_drop: float | None = None,
         use_smoothed: bool = True,
         observer: str | None = None,
-        refine: Refine = "none",
+        refine: Refine = "fast",
     ) -> Allocation:
         """Bits for the weights of each layer, by a budget of bits or by the largest drop."""
         check_refine(refine)
@@ -360,10 +273,12 @@ class Run:
         bits = str(quantized.scheme.bits)
         plain = quantize_by(quantized.scheme, task.model, calibration, quantized.observer)
         networks = {"float": task.model, bits: plain.model}
+        name = bits
         if smoothed:
-            networks[f"{bits}, smoothed {smoothed.title.replace(' = ', '=')}"] = quantized.model
-        elif fingerprint(quantized.model) != fingerprint(plain.model):
-            networks[f"{bits}, refined"] = quantized.model
+            name += f", smoothed {smoothed.title.replace(' = ', '=')}"
+        if quantized.refine != "none":
+            name += ", refined"
+        networks[name] = quantized.model  # of the plain one, if it is no more than that
         rows = []
         for name, model in networks.items():
             answers = evaluate(model, labelled, metric=task.metric, progress=name if self.progress else None)
@@ -381,8 +296,9 @@ class Run:
             "task": task.name,
             "scheme": quantized.scheme.to_json(),
             "alpha": smoothed.alpha if smoothed else None,
-            "networks": [_row_json(row, rows[0]) for row in rows],
-            "layers": {name: _layer_json(name, rows, calibration, smoothed) for name in calibration.layers},
+            "refine": quantized.refine,
+            "networks": networks_json(rows),
+            "layers": layers_json(rows, calibration, smoothed),
         }
         write_json(self.evaluation_file, result)
         return rows, result
@@ -436,28 +352,6 @@ class Run:
         )
         write_json(self.sizes_file, study.to_json())
         return study
-
-
-def _row_json(row: Row, reference: Row) -> dict[str, Any]:
-    paired = asdict(row.evaluation.against(reference.evaluation)) if row is not reference else None
-    return {"name": row.name, **row.evaluation.to_json(), "against_float": paired}
-
-
-def _layer_json(name: str, rows: Sequence[Row], calibration: Calibration, smoothed: Smoothed | None) -> dict[str, Any]:
-    after = smoothed.calibration.layers[name] if smoothed else None
-    errors = {row.name: row.errors[name] for row in rows if row.errors and name in row.errors}
-    return {
-        "kind": calibration.layers[name].kind,
-        "absmax": float(calibration.layers[name].activation_absmax.max()),
-        "absmax_smoothed": float(after.activation_absmax.max()) if after else None,
-        "errors": {
-            network: {
-                "isolated": error.isolated.to_json(),
-                "accumulated": error.accumulated.to_json() if error.accumulated else None,
-            }
-            for network, error in errors.items()
-        },
-    }
 
 
 def _device(name: str) -> torch.device:

@@ -59,7 +59,7 @@ def test_the_main_road_without_arguments(cli: Cli, tmp_path: Path) -> None:
     assert cli("quantize").code == 0
     evaluated = cli("evaluate")
     assert evaluated.code == 0
-    assert "W8A8, smoothed α=0.5" in evaluated.out
+    assert "W8A8, smoothed α=0.5, refined" in evaluated.out
     swept = cli("sweep", "--alphas", "0.2,0.5", "--bits", "W4A4", "--images", "100")
     assert swept.code == 0 and "not smoothed" in swept.out
     written = {path.name for path in folder.iterdir()}
@@ -81,11 +81,11 @@ def test_the_main_road_without_arguments(cli: Cli, tmp_path: Path) -> None:
     for name in ("alpha_sweep.png", "alpha_sweep_layers.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     evaluation = json.loads((folder / "evaluation.json").read_text())
-    assert [row["name"] for row in evaluation["networks"]] == ["float", "W8A8", "W8A8, smoothed α=0.5"]
+    assert [row["name"] for row in evaluation["networks"]] == ["float", "W8A8", "W8A8, smoothed α=0.5, refined"]
     assert evaluation["networks"][0]["top1"] >= 98
     layer = evaluation["layers"]["features.4.expand.conv"]
     assert layer["absmax_smoothed"] < layer["absmax"]
-    assert set(layer["errors"]) == {"W8A8", "W8A8, smoothed α=0.5"}
+    assert set(layer["errors"]) == {"W8A8", "W8A8, smoothed α=0.5, refined"}
 
 
 def test_eight_bits_lose_nothing_on_digits(cli: Cli) -> None:
@@ -96,7 +96,7 @@ def test_eight_bits_lose_nothing_on_digits(cli: Cli) -> None:
 def test_the_result_is_that_of_the_library(cli: Cli, digits: ptq.Task) -> None:
     cli("calibrate", "--batches", "4")
     cli("smooth", "--alpha", "0.7")
-    cli("quantize", "--weights", "4", "--activations", "4", "--first-last", "8")
+    cli("quantize", "--weights", "4", "--activations", "4", "--first-last", "8", "--refine", "none")
     shown = cli("evaluate", "--json").json["networks"]
 
     calibration = ptq.calibrate(digits.model, digits.calibration, max_batches=4)
@@ -385,7 +385,7 @@ def test_a_baseline_is_trained_and_named(cli: Cli, tmp_path: Path) -> None:
 
 def test_refinement_goes_all_the_way(cli: Cli) -> None:
     cli("calibrate", "--batches", "2")
-    cli("quantize", "--bits", "W3A4", "--refine", "fast")
+    cli("quantize", "--bits", "W3A4")
     refined = cli("evaluate", "--json", "--images", "128", "--error-batches", "1").json
     names = [row["name"] for row in refined["networks"]]
     assert names == ["float", "W3A4", "W3A4, refined"]

@@ -22,7 +22,7 @@ FLOORS = [
     {"smoothing", "quantization"},
     {"refinement"},
     {"evaluation", "mixed", "tasks"},
-    {"analysis", "export", "sizing", "sweeping", "training"},
+    {"analysis", "export", "folder", "sizing", "sweeping", "training"},
     {"run"},
     {"report"},
     {"grid"},

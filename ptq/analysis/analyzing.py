@@ -33,7 +33,7 @@ class Analysis:
 
     ``to_json`` gives the content of analysis.json, ``kind`` "analysis", ``schema`` 1::
 
-        network          bits, scheme (as in quantized.safetensors), observer, alpha, refined, calibration_batches
+        network          bits, scheme (as in quantized.safetensors), observer, alpha, refine, calibration_batches
         budget           seconds allowed for each of the four measurements
         seconds          measurement → seconds taken
         layers           samples; layers: a list, in the order of execution, of
@@ -66,7 +66,11 @@ class Analysis:
         """``W4A4``, and how it was smoothed and refined."""
         alpha = self.recipe.alpha
         smoothed = f"smoothed α = {alpha:g}" if isinstance(alpha, (int, float)) else f"smoothed {alpha}"
-        parts = [str(self.recipe.scheme.bits), smoothed if alpha is not None else "", "refined" * self.recipe.refined]
+        parts = [
+            str(self.recipe.scheme.bits),
+            smoothed if alpha is not None else "",
+            "refined" * (self.recipe.refine != "none"),
+        ]
         return ", ".join(filter(None, parts))
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +83,7 @@ class Analysis:
                 "scheme": recipe.scheme.to_json(),
                 "observer": recipe.observer,
                 "alpha": recipe.alpha,
-                "refined": recipe.refined,
+                "refine": recipe.refine,
                 "calibration_batches": recipe.batches,
             },
             "budget": self.budget,
@@ -134,7 +138,7 @@ def analyze(
         seconds[measurement] = round(time.monotonic() - start, 3)
         start = time.monotonic()
 
-    recipe = Recipe.of(model, calibration, quantized, smoothed)
+    recipe = Recipe.of(calibration, quantized, smoothed)
     layers, used = analyze_layers(
         model, quantized.model, batches, max_batches=max_batches, budget=budget, progress=progress
     )

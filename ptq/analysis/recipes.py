@@ -14,9 +14,9 @@ from ptq.calibration import Calibration, calibrate
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.ranges import HISTOGRAM_RANGES
-from ptq.refinement import refine
+from ptq.refinement import Refine
+from ptq.refinement import refine as refine_network
 from ptq.smoothing import Smoothed, smooth
-from ptq.storage import fingerprint
 from ptq.sweeping import Alpha
 
 
@@ -28,24 +28,23 @@ class Recipe:
     observer: str = "max"
     batches: int = 200  # of the calibration
     alpha: Alpha = None  # a number; "auto" or "auto+clip", by layer; None: not smoothed
-    refined: bool = False  # --refine fast
+    refine: Refine = "none"
 
     @classmethod
-    def of(cls, model: nn.Module, calibration: Calibration, quantized: Quantized, smoothed: Smoothed | None) -> Recipe:
-        """The recipe of a network that is there already; it is refined if it differs from what rounding alone gives."""
-        source, statistics = (smoothed.model, smoothed.calibration) if smoothed else (model, calibration)
+    def of(cls, calibration: Calibration, quantized: Quantized, smoothed: Smoothed | None) -> Recipe:
+        """The recipe of a network that is there already."""
+        statistics = smoothed.calibration if smoothed else calibration
         alpha: Alpha = smoothed.alpha if smoothed else None
         if alpha == "auto" and any(
             layer.activation_clip != 1 or layer.weight_clip != 1 for layer in statistics.layers.values()
         ):
             alpha = "auto+clip"
-        rounded = quantize_by(quantized.scheme, source, statistics, quantized.observer)
         return cls(
             scheme=quantized.scheme,
             observer=quantized.observer,
             batches=calibration.batches,
             alpha=alpha,
-            refined=fingerprint(rounded.model) != fingerprint(quantized.model),
+            refine=quantized.refine,  # type: ignore[arg-type]
         )
 
     def commands(self, current: Recipe, where: str = "") -> list[str]:
@@ -63,8 +62,7 @@ class Recipe:
     @property
     def _quantize_options(self) -> Iterator[str]:
         yield "--no-smooth" if self.alpha is None else "--smooth"
-        if self.refined:
-            yield "--refine fast"
+        yield f"--refine {self.refine}"
 
 
 def scheme_options(scheme: Scheme) -> Iterator[str]:
@@ -125,9 +123,9 @@ class Kitchen:
                 batches=self.batches if recipe.observer in HISTOGRAM_RANGES else None,
             )
             model, calibration = smoothed.model, smoothed.calibration
-        if recipe.refined:
-            return refine(model, calibration, scheme, self.batches, "fast", observer=recipe.observer)
-        return quantize_by(scheme, model, calibration, recipe.observer)
+        if recipe.refine == "none":
+            return quantize_by(scheme, model, calibration, recipe.observer)
+        return refine_network(model, calibration, scheme, self.batches, recipe.refine, observer=recipe.observer)
 
     def _calibrated(self, recipe: Recipe) -> Calibration:
         needs_histograms = recipe.observer in HISTOGRAM_RANGES

@@ -133,10 +133,10 @@ def _candidates(
     else:
         batches = 2 * current.batches
         yield f"calibrate on {batches} batches in place of {current.batches}", replace(current, batches=batches)
-    if not current.refined:
-        yield "refine fast", replace(current, refined=True)
+    if current.refine == "none":
+        yield "refine fast", replace(current, refine="fast")
         if current.alpha != "auto+clip":
-            yield _COMBINED, replace(current, alpha="auto+clip", refined=True)
+            yield _COMBINED, replace(current, alpha="auto+clip", refine="fast")
 
 
 def _more_bits(current: Recipe, sensitivities: Sensitivities | None) -> Iterator[tuple[str, Recipe]]:

@@ -69,7 +69,8 @@ def export_task(
         batch_sizes=batch_sizes,
         progress=progress,
     )
-    write_json(folder / RESULT, {**exported.to_json(), "task": task.name, "scheme": quantized.scheme.to_json()})
+    made = {"task": task.name, "scheme": quantized.scheme.to_json(), "refine": quantized.refine}
+    write_json(folder / RESULT, {**exported.to_json(), **made})
     write_json(folder / ABOUT, _about(exported, task))
     with replacing(folder / SCRIPT) as partial:
         partial.write_text(_SCRIPT, encoding="utf-8")

@@ -32,6 +32,7 @@ class Quantized:
     observer: str
     source_fingerprint: str  # of the float, possibly smoothed model that was quantized
     batchnorms: dict[str, str]
+    refine: str = "none"  # how far it went beyond rounding to the nearest
 
     def save(self, path: str | Path) -> None:
         metadata = {
@@ -41,6 +42,7 @@ class Quantized:
             "observer": self.observer,
             "source": self.source_fingerprint,
             "batchnorms": self.batchnorms,
+            "refine": self.refine,
         }
         write_tensors(Path(path), "quantized model", self.model.state_dict(), metadata)
 
@@ -58,6 +60,7 @@ class Quantized:
             observer=metadata["observer"],
             source_fingerprint=metadata["source"],
             batchnorms=metadata["batchnorms"],
+            refine=metadata.get("refine", "none"),
         )
         quantized._prepare()
         load_state(quantized.model, state, path)

@@ -89,7 +89,7 @@ def refine(
             blocks = {name: inside for name, inside in blocks.items() if not layers_in(name, list(skipped))}
             refine_blocks(refiner, given, names, blocks)
     return Refined(
-        **vars(plain),
+        **{**vars(plain), "refine": effort},
         skipped=skipped,
         blocks=blocks,
         samples=sum(call.samples for call in given),

@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from ptq.calibration import Calibration
+from ptq.evaluation import Row
 from ptq.evaluation.metrics import METRICS
 from ptq.quantization import Quantized
-from ptq.run import Row
 from ptq.smoothing import Smoothed
 from ptq.sweeping import AUTO, Accuracy, Sweep
 

