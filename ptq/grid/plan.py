@@ -36,11 +36,12 @@ _TASK = "[--task {task}] [--model {model}] [--weights {weights}] [--data {data}]
 MAIN_ROAD = (
     f"calibrate {_TASK} [--batch-size {{batch_size}}] [--batches {{batches}}] [--observer {{observer}}]",
     "[smooth --alpha {alpha} [--seed {seed}] [--device {device}]]",
-    "quantize [--bits {bits}] [--refine {refine}] [--weight-format {format}] [--first-last {first_last}]"
+    "quantize [--bits {bits}] --refine {refine} [--weight-format {format}] [--first-last {first_last}]"
     " [--activation-format {activation_format}] [--seed {seed}] [--device {device}]",
     "evaluate [--images {images}] [--device {device}]",
     "[train {train} [--epochs {epochs}] [--preset {preset}] [--seed {seed}] [--device {device}]]",
 )
+DEFAULTS = {"refine": "fast"}  # of what isn't left out at "none": that is a choice of its own here
 MOST_RUNS = 100_000
 _NAME = re.compile(r"\{([^{}]*)\}")
 _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
@@ -174,7 +175,7 @@ def _check_names(templates: Sequence[str], known: Sequence[str], *, complete: bo
 
 
 def _commands(templates: Sequence[str], values: Mapping[str, Value]) -> list[tuple[str, ...]]:
-    resolved = [resolve(template, values) for template in templates]
+    resolved = [resolve(template, {**DEFAULTS, **values}) for template in templates]
     commands = [command for command in resolved if command]
     for command in commands:
         if command[0] in ("grid", "--run") or "--run" in command:
@@ -187,7 +188,7 @@ def _commands(templates: Sequence[str], values: Mapping[str, Value]) -> list[tup
 def resolve(template: str, values: Mapping[str, Value]) -> tuple[str, ...]:
     """The arguments of one command; empty if all of it is left out.
 
-    >>> resolve("quantize --bits {bits} [--refine {refine}]", {"bits": "W4A4", "refine": "none"})
+    >>> resolve("quantize --bits {bits} [--first-last {outer}]", {"bits": "W4A4", "outer": "none"})
     ('quantize', '--bits', 'W4A4')
     """
 

@@ -25,10 +25,10 @@ def test_every_combination_is_a_run_in_the_order_of_the_axes(tmp_path: Path) -> 
     assert (grid.name, grid.folder) == ("study", Path("reports/grids/study"))
 
 
-def test_the_main_road_says_only_what_the_axes_say(tmp_path: Path) -> None:
+def test_the_main_road_says_what_the_axes_say_and_the_refinement(tmp_path: Path) -> None:
     text = "[axes]\nalpha = ['none', 0.5]\ntrain = ['none', 'qat']\n[fixed]\nbits = 'W4A4'\nseed = 3\nepochs = 2"
     runs = grid_of(tmp_path, text).runs
-    quantize = ("quantize", "--bits", "W4A4", "--seed", "3")
+    quantize = ("quantize", "--bits", "W4A4", "--refine", "fast", "--seed", "3")
     assert runs[0].commands == (("calibrate", "--seed", "3"), quantize, ("evaluate",))
     assert runs[3].commands == (
         ("calibrate", "--seed", "3"),
@@ -60,9 +60,10 @@ def test_templates(template: str, values: dict[str, str | int], expected: str) -
 
 def test_the_name_of_a_run_is_what_it_does(tmp_path: Path) -> None:
     """The SHA-256 of the commands, so it survives new axes, another order and another machine."""
+    quantize = ("quantize", "--refine", "fast")
     before = grid_of(tmp_path, "[axes]\nalpha = [0.25, 0.5]")
-    assert before.runs[0].commands == (("calibrate",), ("smooth", "--alpha", "0.25"), ("quantize",), ("evaluate",))
-    text = '[["calibrate"], ["smooth", "--alpha", "0.25"], ["quantize"], ["evaluate"]]'
+    assert before.runs[0].commands == (("calibrate",), ("smooth", "--alpha", "0.25"), quantize, ("evaluate",))
+    text = '[["calibrate"], ["smooth", "--alpha", "0.25"], ["quantize", "--refine", "fast"], ["evaluate"]]'
     assert json.loads(text) and before.runs[0].id == hashlib.sha256(text.encode()).hexdigest()[:12]
     after = grid_of(tmp_path, "[axes]\nrefine = ['none', 'fast']\nalpha = [0.75, 0.5, 0.25]")
     assert {run.id for run in before.runs} < {run.id for run in after.runs}
