@@ -25,6 +25,7 @@ from ptq.report.page import MOST_BYTES, RunFiles, render, write_page
 from ptq.report.page.drawing import Scale, narrowed
 from ptq.report.page.layers import layer_table
 from ptq.report.page.pictures import embedded
+from ptq.report.page.results import results
 from ptq.report.page.retracing import commands
 from ptq.storage import read_tensors
 
@@ -320,3 +321,15 @@ def test_names_are_escaped_wherever_they_stand(folder: Path, change: dict[str, A
     structure = Structure(text)  # also: no handlers
     assert structure.seen["script"] == 1 and structure.seen["b"] < 40
     assert evil not in text.replace(text[text.index("<style>") : text.index("</style>")], "")
+
+
+def test_bits_by_layer_are_shown_as_they_were_chosen(folder: Path) -> None:
+    ptq("quantize", "--bits", "W8A8", "--budget", "5", "--refine", "none", "--run", str(folder), "--quiet")
+    chosen = json.loads((folder / "mixed.json").read_text())
+    files = RunFiles.read(folder)
+    page = render(files)
+    assert "mixed" in sections(page) and f"{chosen['average']:.2f} bits a weight on average" in page
+    (block,) = (block for block in results(files) if block.id == "mixed")
+    tables = [table for part in block.parts for table in (part.table, part.more) if table]
+    shown = {row[0].text: row[2].text for table in tables for row in table.rows}
+    assert shown == {name: str(layer["bits"]) for name, layer in chosen["layers"].items()}

@@ -35,6 +35,7 @@ class RunFiles:
     ledger: Mapping[str, Any] | None = None
     quantized: Mapping[str, Any] | None = None  # the metadata
     clips: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # layer → where its input is clipped
+    mixed: Mapping[str, Any] | None = None
     evaluation: Mapping[str, Any] | None = None
     sweep: Sweep | None = None
     sizes: Mapping[str, Any] | None = None
@@ -59,6 +60,7 @@ class RunFiles:
             ledger=_json(folder / "ledger.json", "ledger"),
             quantized=quantized,
             clips=clips,
+            mixed=_json(folder / "mixed.json", "mixed precision"),
             evaluation=_json(folder / "evaluation.json", "evaluation"),
             sweep=Sweep.from_json(sweep) if sweep else None,
             sizes=_json(folder / "calibration_sizes.json", "calibration sizes"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ptq.quantization import Bits
 from ptq.report.page import comparing
-from ptq.report.page.blocks import Block, Part
+from ptq.report.page.blocks import Block, Part, long_table
 from ptq.report.page.files import RunFiles
 from ptq.report.page.scores import score_text
 from ptq.report.page.tables import Cell, Column, Table, interval, number, number_columns, signed, text_columns, words
@@ -14,7 +14,33 @@ from ptq.report.page.tables import Cell, Column, Table, interval, number, number
 
 def results(files: RunFiles) -> list[Block]:
     """Those that the folder has something for, in the order of the page."""
-    return [block for make in (_compare, _precisions, _baselines, _sizes) for block in make(files)]
+    return [block for make in (_mixed, _compare, _precisions, _baselines, _sizes) for block in make(files)]
+
+
+def _mixed(files: RunFiles) -> Iterator[Block]:
+    if not files.mixed:
+        return
+    mixed, layers = files.mixed, files.mixed["layers"]
+    widths = sorted({width for layer in layers.values() for width in layer["errors"]}, key=int)
+    columns = [Column("layer", number=False), *number_columns("weights", "bits", *(f"error at {w}" for w in widths))]
+    rows = [
+        [
+            words(name), number(layer["elements"], ",d"), number(layer["bits"], "d"),
+            *(number(layer["errors"].get(width), ".2g") for width in widths),
+        ]
+        for name, layer in layers.items()
+    ]  # fmt: skip
+    changed = "" if mixed["changed"] is None else f" and {mixed['changed']:.2f} % of the answers changed"
+    note = (
+        f"{mixed['average']:.2f} bits a weight on average{changed}. An error is the relative squared error of the "
+        "network’s output with this layer’s weights alone at so many bits."
+    )
+    yield Block(
+        id="mixed",
+        title="Bits by layer",
+        note=note,
+        parts=[long_table("mixed-table", Table("Bits of each layer", columns, rows), "layers")],
+    )
 
 
 def _compare(files: RunFiles) -> Iterator[Block]:
