@@ -26,7 +26,7 @@ def compare(
         ),
     ] = None,
     alpha: Annotated[str, typer.Option(help="Of the smoothed network: a number, or best.")] = "best",
-    refine: Annotated[str, typer.Option(help="Also a refined network: fast or best.")] = "none",
+    refine: Annotated[str, typer.Option(help="Also a refined network, fast or best; or none.")] = "fast",
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     error_batches: Annotated[int, typer.Option(help="Batches for the per-layer errors.")] = 8,
 ) -> None:
@@ -36,6 +36,7 @@ def compare(
         return
     from ptq.refinement import Refine
     from ptq.report import compare_plots, plots
+    from ptq.report.page import write_page
     from ptq.storage import read_json
     from ptq.sweeping import Sweep
     from ptq.training.candidates import best_alpha, post_training, trained
@@ -69,11 +70,12 @@ def compare(
     plots.save(
         compare_plots.comparison_picture(comparison, f"{task.name}: equal bits, reached in several ways"), picture
     )
-    screen.show(compare_plots.comparison_tables(comparison), [numbers, picture], result)
+    screen.show(compare_plots.comparison_tables(comparison), [numbers, picture, write_page(run.folder)], result)
 
 
 def _compare_precisions(run: "Run", screen: Screen, bits: str, images: int | None) -> None:
     from ptq.report import compare_plots, plots
+    from ptq.report.page import write_page
     from ptq.training.precision import parse_precisions, precisions
 
     names = parse_precisions(bits)
@@ -81,7 +83,7 @@ def _compare_precisions(run: "Run", screen: Screen, bits: str, images: int | Non
     numbers, picture = run.folder / "compare_bits.json", run.folder / "compare_bits.png"
     result = found.save(numbers)
     plots.save(compare_plots.precision_picture(found, f"{found.task}: one network at every precision"), picture)
-    screen.show([compare_plots.precision_table(found)], [numbers, picture], result)
+    screen.show([compare_plots.precision_table(found)], [numbers, picture, write_page(run.folder)], result)
 
 
 def _widths(text: str | None, run: "Run") -> "list[Bits]":

@@ -58,11 +58,13 @@ def test_everything_side_by_side(run_ptq: Ptq, tmp_path: Path) -> None:
     assert written["kind"] == "comparison" and written["rows"] == shown["rows"]
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "baselines/float/training.png").exists()
+    assert "qat-W3A3" in (folder / "report.html").read_text()
 
     rows = {row["name"]: row for row in written["rows"]}
-    assert [row["training"] for row in written["rows"]] == ["ptq"] * 4 + ["float", "qat"]
+    assert [row["training"] for row in written["rows"]] == ["ptq"] * 5 + ["float", "qat"]
     assert list(rows) == [
-        "float", "PTQ, not smoothed", "PTQ, α = 0.5", "PTQ, α by layer, clipped", "float, trained here", "qat-W3A3"
+        "float", "PTQ, not smoothed", "PTQ, α = 0.5", "PTQ, α by layer, clipped",
+        "PTQ, α by layer, clipped, refined fast", "float, trained here", "qat-W3A3",
     ]  # fmt: skip
     assert {row["bits"] for name, row in rows.items() if name != "float"} == {"W3A3"}  # the baseline's
     assert all(row["interval"][0] <= row["score"] <= row["interval"][1] and row["n"] == 120 for row in rows.values())
