@@ -203,12 +203,19 @@ def layers_table(analysis: Analysis) -> Table:
     found = analysis.sensitivities
     effects = {layer.layer: layer for layer in found.layers} if found else {}
     measured = f"; sensitivity on {found.samples} samples" if found else ""
+    notes = []
+    if found:
+        notes.append(
+            "loss: change of the cross-entropy, from float with only this layer quantized, from all quantized without "
+            "it; * the 95 % interval leaves out 0"
+        )
+    if analysis.recipe.refine != "none":
+        notes.append("refined weights make up for the rounding of the inputs, so a part alone can err more than both")
     table = plain_table(
         f"relative L1 error in %, by weights and by activations, on {analysis.samples} samples{measured}",
         "layer", "bits", "alone", "weights", "act.", "in all", "weights", "act.", "SQNR dB",
         *(["loss, only this", "loss, all but this"] if found else []),
-        caption="loss: change of the cross-entropy, from float with only this layer quantized, from all quantized "
-        "without it; * the 95 % interval leaves out 0" if found else None,
+        caption="; ".join(notes) or None,
     )  # fmt: skip
     for layer in analysis.layers:
         errors = [f"{100 * _l1(layer, where, part):.2f}" for where in ("isolated", "accumulated") for part in PARTS]
