@@ -210,6 +210,9 @@ class _Pass:
         layers = dict(channels.layers_of(model))
         if not layers:
             raise InputError("the model has no Conv or Linear layer: there is nothing to calibrate")
+        for name, layer in layers.items():
+            if not bool(channels.weight_absmax(layer.weight, layer).isfinite().all()):
+                raise InputError(f"{name}: NaN or Inf in the weight: the checkpoint is broken, give another one")
         self._model, self._observer = model, observer
         self._batch = _Batch()
         budget = _SAMPLED // len(layers)

@@ -15,7 +15,7 @@ import typer
 
 from ptq.errors import InputError, PtqError
 from ptq.interruption import stoppable
-from ptq.journal import recording
+from ptq.journal import checked_level, logger, recording, showing
 from ptq.locking import holding
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _invoked: list[str] = []  # the arguments of the command that runs
 _READERS = ("doctor", "formats")  # commands that leave the run folder as it is, but for a picture asked for
 
 # What every command understands.
-_COMMON: dict[str, tuple[Any, Any]] = {
+COMMON: dict[str, tuple[Any, Any]] = {
     "task": (
         Annotated[str | None, typer.Option(help="digits (embedded), cifar10-resnet20, cifar10-resnet56, "
                                            "cifar10-mobilenetv2, cola, rte, or package.module:factory.")],
@@ -68,6 +68,11 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "seed": (Annotated[int | None, typer.Option(help="Seed of whatever is random.")], None),
     "as_json": (Annotated[bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")], False),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")], False),
+    "log_level": (
+        Annotated[str, typer.Option(help="What is told, on the screen and in the run folder's log.jsonl: debug (every "
+                                    "unit of work), info, warning or error.")],
+        "info",
+    ),
     "debug": (Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")], False),
 }  # fmt: skip
 
@@ -80,8 +85,11 @@ class Screen:
         self.progress = not quiet and sys.stderr.isatty()
 
     def say(self, message: str) -> None:
-        if not self._quiet:
-            typer.echo(message, err=True)
+        logger.info("%s", message)
+
+    def showing(self, level: str) -> AbstractContextManager[None]:
+        """Inside, what is said from this level on appears on stderr."""
+        return showing(lambda line: None if self._quiet else typer.echo(line, err=True), checked_level(level))
 
     def show(self, tables: "Iterable[Table]", files: Iterable[Path], result: dict[str, Any]) -> None:
         """Print what a command found and which files it wrote."""
@@ -105,19 +113,21 @@ def command(function: Callable[..., None], *, group: typer.Typer = app) -> Calla
     own = list(inspect.signature(function).parameters.values())[2:]
     common = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in _COMMON.items()
+        for name, (annotation, default) in COMMON.items()
     ]
 
     @functools.wraps(function)
     def wrapper(**given: Any) -> None:
-        options = {name: given.pop(name) for name in _COMMON}
+        options = {name: given.pop(name) for name in COMMON}
         screen = Screen(as_json=options["as_json"] and _is_first(), quiet=options["quiet"] or not _is_first())
-        with errors_in_one_line(debug=options["debug"]), _shared_job(group):
+        level = options["log_level"]
+        with errors_in_one_line(debug=options["debug"]), screen.showing(level), _shared_job(group):
             if "bits_or_file" in inspect.signature(function).parameters:
                 given["bits_or_file"], options["weights"] = _bits_and_files(options["weights"])
             run = _open_run(options, screen)
             # A folder that the lock alone made is gone again when the line would be added.
-            with recording(run.folder, _invoked) if _is_first() else nullcontext(), _folder_of(run, function):
+            log = recording(run.folder, _invoked, level) if _is_first() else nullcontext()
+            with log, _folder_of(run, function):
                 function(run, screen, **given)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "bits_or_file"]
@@ -172,7 +182,8 @@ def _open_run(options: dict[str, Any], screen: Screen) -> "Run":
     from ptq.allocator import tune_allocator
 
     tune_allocator()
-    from ptq.run import Run, TaskOptions
+    from ptq.folder import TaskOptions
+    from ptq.run import Run
 
     files = options["weights"] or []
     if len(files) > 1:

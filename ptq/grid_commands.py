@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ptq.cli import Screen, app, errors_in_one_line, invoke
+from ptq.cli import COMMON, Screen, app, errors_in_one_line, invoke
 from ptq.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,11 +24,7 @@ _group = typer.Typer(name="grid", help="Many runs from one TOML file: plan, run,
                      no_args_is_help=True)  # fmt: skip
 app.add_typer(_group)
 
-_COMMON: dict[str, tuple[Any, Any]] = {
-    "as_json": (Annotated[bool, typer.Option("--json", help="One JSON object on stdout, the rest on stderr.")], False),
-    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")], False),
-    "debug": (Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")], False),
-}
+_COMMON = {name: COMMON[name] for name in ("as_json", "quiet", "log_level", "debug")}
 _SHOWN = 40  # rows of a table; the JSON has all
 
 
@@ -49,11 +45,12 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     ]
 
     @functools.wraps(function)
-    def wrapper(*, file: Path, as_json: bool, quiet: bool, debug: bool, **given: Any) -> None:
-        with errors_in_one_line(debug=debug):
+    def wrapper(*, file: Path, as_json: bool, quiet: bool, log_level: str, debug: bool, **given: Any) -> None:
+        screen = Screen(as_json=as_json, quiet=quiet)
+        with errors_in_one_line(debug=debug), screen.showing(log_level):
             from ptq.grid import read_grid
 
-            function(read_grid(file), Screen(as_json=as_json, quiet=quiet), **given)
+            function(read_grid(file), screen, **given)
 
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -216,11 +213,12 @@ def cancel(grid: "Grid", screen: Screen) -> None:
     folder.cancel()
     jobs = cancel_jobs(folder.path)
     holders = {holder for one in grid.runs if (holder := folder.holder(one)) is not None}
-    here = {holder.pid for holder in holders if holder.machine == Holder.myself("").machine}
+    machine = Holder.myself("").machine
+    here = {holder.pid for holder in holders if holder.machine == machine}
     for pid in here:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGTERM)
-    elsewhere = {holder.host for holder in holders if holder.pid not in here}
+    elsewhere = {holder.host for holder in holders if holder.machine != machine}
     screen.say(
         f"{len(jobs)} jobs cancelled, {len(here)} workers here are finishing their unit of work"
         + (f"; workers on {', '.join(sorted(elsewhere))} end after their run" if elsewhere else "")

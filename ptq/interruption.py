@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from ptq.journal import detail
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -43,15 +46,22 @@ def stoppable() -> Iterator[None]:
 @contextmanager
 def units(name: str) -> Iterator[Callable[[], None]]:
     """Gives a function to call after each unit of work whose result is kept: there the work may end."""
+    begun = time.perf_counter()
 
     def finished() -> None:
+        nonlocal begun
+        detail(f"{name} finished", seconds=round(time.perf_counter() - begun, 3))
+        begun = time.perf_counter()
+        stop_if_asked()
+
+    def stop_if_asked() -> None:
         if _State.asked is not None:
             raise Stopped(_State.asked)
 
     outer, _State.unit = _State.unit, name
     try:
         yield finished
-        finished()  # asked for after the last unit
+        stop_if_asked()  # after the last unit
     finally:
         _State.unit, _State.asked = outer, None
 

@@ -18,7 +18,7 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import Tensor, nn
 
-from ptq import channels
+from ptq import channels, distributed
 from ptq.attention import split_attention
 from ptq.batches import Batch, Batches, Call, as_call, calls, limited
 from ptq.batchnorm import fold_batchnorms
@@ -171,9 +171,11 @@ def sensitivities(
     with evaluating(network), torch.no_grad():
         given = list(calls(limited(batches, samples), network))
         error = _error_against(network, given)
-        errors = {name: {width: error(layers[name], weights[name][width]) for width in widths} for name in choices}
+        of_layers = distributed.shared_out(
+            choices, lambda name: {width: error(layers[name], weights[name][width]) for width in widths}
+        )
     return Sensitivities(
-        errors,
+        dict(zip(choices, of_layers, strict=True)),
         elements={name: layers[name].weight.numel() for name in kept},
         fixed={name: bits.weights for name, bits in kept.items() if name in named and bits.weights is not None},
     )

@@ -32,7 +32,7 @@ RUN = "made"  # a run folder with a calibration, a smoothed and a quantized netw
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder after the main road, to be copied and damaged."""
     folder = tmp_path_factory.mktemp("road")
-    for arguments in (["calibrate", "--batches", "2"], ["smooth"], ["quantize"], ["pack"]):
+    for arguments in (["calibrate", "--batches", "2"], ["smooth"], ["quantize", "--refine", "none"], ["pack"]):
         code, _, err = run_in(folder, [*arguments, "--run", RUN, "--quiet"])
         assert code == 0, err
     return folder / RUN
@@ -285,8 +285,10 @@ CHECKPOINTS = {
                         saved(lambda: state_with("classifier.weight", lambda tensor: tensor[:5]))),
     "whole numbers": Case(CHECKPOINT, ("classifier.weight", "int64", "float"),
                           saved(lambda: state_with("classifier.weight", lambda tensor: tensor.long()))),
-    "infinite": Case(CHECKPOINT, ("features.1", "NaN in the input", "check the data"),
+    "infinite": Case(CHECKPOINT, ("features.0.conv: NaN or Inf in the weight", "give another one"),
                      saved(lambda: state_with("features.0.conv.weight", lambda tensor: tensor * torch.inf))),
+    "NaN in the last layer": Case(CHECKPOINT, ("classifier: NaN or Inf in the weight", "give another one"),
+                                  saved(lambda: state_with("classifier.weight", lambda tensor: tensor * torch.nan))),
     "nothing in it": Case(CHECKPOINT, ("w.safetensors", "save model.state_dict()"), saved(dict)),
     "a pickle with code": Case(("calibrate", "--weights", "w.pt"), ("w.pt", "could run code", "state_dict() alone"),
                                torch_pickled),
@@ -330,6 +332,15 @@ RUN_FOLDERS = {
     ),
     "description in another encoding": Case(
         ("smooth",), ("run.json", "delete it"), damaged("run.json", lambda b: b"\xff\xfe\x00")
+    ),
+    "another model than the calibration's": Case(
+        ("quantize", "--weights", "w.safetensors"), ("other weights", "recalibrate"),
+        saved(lambda: state_with("classifier.weight", lambda tensor: tensor * 2)),
+    ),
+    "layers that nobody has": Case(("quantize", "--include", "nothing*"), ("'nothing*' matches no layer", "24 in all")),
+    "a ledger of a million layers": Case(
+        ("quantize",), ("smoothed.safetensors", "not as it was written", "run `ptq smooth` again"),
+        metadata_changed("smoothed.safetensors", "ledger", [{"layer": n} for n in range(10**6)]),
     ),
     "sweep of something else": Case(
         ("sweep", "--images", "8"), ("sweep", "delete it"), damaged("sweep.json", lambda b: b'{"points": [3]}')
@@ -467,3 +478,25 @@ def test_one_line_and_nothing_written(name: str, made: Path, tmp_path: Path, mon
     assert all(after[path] == content for path, content in before.items())
     assert not (tmp_path / "it-ran").exists()
     assert not (tmp_path.parent / "escaped").exists() and not (tmp_path / "escaped").exists()
+
+
+def test_pictures_of_all_modes_and_sizes_and_of_one_class_are_read(tmp_path: Path) -> None:
+    """Odd, but fine: they become what the network reads, and a remark says what the classes mean."""
+    for index, mode in enumerate(("RGB", "L", "RGBA", "P", "1", "CMYK", "I;16", "LA")):
+        file = tmp_path / "images" / "cat" / f"{index}.{'jpg' if mode == 'CMYK' else 'png'}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, (5 + index, 12 - index)).save(file)
+    code, _, err = run_in(tmp_path, ["calibrate", "--data", "imagefolder:images"])
+    assert code == 0 and "the data has 1: the accuracy is right only if" in err, err
+
+
+def test_a_ledger_of_a_million_layers_is_reported(made: Path, tmp_path: Path) -> None:
+    """ledger.json is for people and for the report, which shows the layers that the network has."""
+    shutil.copytree(made, tmp_path / RUN)
+    file = tmp_path / RUN / "ledger.json"
+    content = json.loads(file.read_text())
+    more = [{"layer": f"layer{number}", "kind": "linear"} for number in range(10**6)]
+    file.write_text(json.dumps({**content, "layers": [*content["layers"], *more]}))
+    code, out, err = run_in(tmp_path, ["report", "--run", RUN])
+    assert (code, err) == (0, ""), err
+    assert (tmp_path / RUN / "report.html").stat().st_size < 20e6 and "wrote made/report.html" in out

@@ -294,7 +294,7 @@ BAD_INPUT: dict[str, tuple[list[str], str, Callable[[Cli, Path], None] | None]] 
     "truncated calibration": (["smooth"], "not a readable safetensors file", truncated_calibration),
     "broken sweep file": (["sweep"], "incomplete", broken_sweep),
     "a file in the way": (["calibrate"], "can't write there", a_file_in_the_way),
-    "NaN weights": (["calibrate", "--weights", "nan.safetensors"], "NaN in the input, batch 0, channel 0", nan_weights),
+    "NaN weights": (["calibrate", "--weights", "nan.safetensors"], "NaN or Inf in the weight", nan_weights),
 }  # fmt: skip
 
 

@@ -26,6 +26,9 @@ from ptq.errors import PtqError
 from ptq.grid.plan import read_grid
 from ptq.grid.states import Record
 from ptq.packing import PackedCheckpoint, pack
+from ptq.quantization import Quantized, Scheme
+from ptq.quantization.apply import quantize_by
+from ptq.smoothing import Smoothed
 from ptq.storage import read_json
 from ptq.sweeping import Sweep
 from ptq.tasks.checkpoints import read_state
@@ -39,15 +42,22 @@ LONGER = EXAMPLES > 20
 GRAY = Normalization(image_size=8, mean=(0.5,), std=(0.5,))
 
 
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)).eval()
+BATCHES = [torch.randn(2, 1, 8, 8) for _ in range(2)]
+CALIBRATION = ptq.calibrate(MODEL, BATCHES, "entropy")
+SMOOTHED = ptq.smooth(MODEL, CALIBRATION, 0.5, batches=BATCHES)
+
+
 def safetensors_bytes(folder: Path) -> dict[str, bytes]:
-    """A small calibration and a small packed checkpoint, as they are written."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)).eval()
-    batches = [torch.randn(2, 1, 8, 8) for _ in range(2)]
-    ptq.calibrate(model, batches, "entropy").save(folder / "calibration")
+    """A small calibration, smoothed and quantized network and packed checkpoint, as they are written."""
+    model = MODEL
+    CALIBRATION.save(folder / "calibration")
+    SMOOTHED.save(folder / "smoothed")
+    quantize_by(Scheme(), model, CALIBRATION).save(folder / "quantized")
     pack(model.state_dict(), {"conv": "affine:bits=4", "linear": "affine:bits=4"}, model=model).save(folder / "packed")
     torch.save(model.state_dict(), folder / "pickle.pt")
-    return {name: (folder / name).read_bytes() for name in ("calibration", "packed", "pickle.pt")}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def npz_bytes() -> bytes:
@@ -116,6 +126,8 @@ def load_checkpoint(path: Path) -> None:
 # The reader, the file it is fed in damaged form, and the name that file has.
 READERS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "calibration": (Calibration.load, "calibration", "c.safetensors"),
+    "smoothed model": (lambda path: Smoothed.load(path, MODEL, SMOOTHED.calibration), "smoothed", "s.safetensors"),
+    "quantized model": (lambda path: Quantized.load(path, MODEL, CALIBRATION), "quantized", "q.safetensors"),
     "packed checkpoint": (load_packed, "packed", "p.safetensors"),
     "safetensors weights": (read_state, "packed", "w.safetensors"),
     "pickled weights": (read_state, "pickle.pt", "w.pt"),
@@ -198,7 +210,10 @@ def replaced(content: Any, path: list[int], value: Any) -> Any:
     return changed
 
 
-@pytest.mark.parametrize("name", ["calibration", "packed checkpoint", "sweep", "record of a run"])
+_STRUCTURED = ["calibration", "smoothed model", "quantized model", "packed checkpoint", "sweep", "record of a run"]
+
+
+@pytest.mark.parametrize("name", _STRUCTURED)
 def test_well_formed_files_with_wrong_contents_are_read_or_refused(
     name: str, files: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from ptq.cli import invoke
 from ptq.errors import InputError
 from ptq.locking import HeldError, Holder, Lease, acquire, holder_of, holding
 
@@ -80,6 +81,18 @@ def test_a_living_holder_is_named_and_a_killed_one_is_replaced(tmp_path: Path) -
             assert holder is not None and holder.pid == os.getpid()
             assert sorted(path.name for path in tmp_path.rglob("*.partial")) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["baselines", "whole.json"]
+
+
+def test_a_second_command_on_a_run_folder_says_who_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with another_process(tmp_path / ".lock") as process:
+        assert invoke(["calibrate", "--batches", "1", "--run", str(tmp_path)]) == 1
+        out, err = capsys.readouterr()
+        assert (
+            out == "" and err.startswith(f"ptq: {tmp_path}: in use by pid {process.pid} on ") and err.count("\n") == 1
+        )
+        assert "(ptq sweep --seed 3)" in err
+        assert [path.name for path in tmp_path.iterdir()] == [".lock.1"]  # nothing was written, not even a log
+        assert invoke(["formats", "--shape", "2,3", "--run", str(tmp_path), "--quiet"]) == 0  # it writes nothing there
 
 
 def test_waiting_for_a_holder_that_ends(tmp_path: Path) -> None:

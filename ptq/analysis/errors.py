@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ptq import distributed
 from ptq.analysis.grafting import PARTS, Graft, Grafted, Part, Tape, grafting
 from ptq.analysis.measuring import within
 from ptq.batches import Batches, Call, calls
@@ -51,6 +52,14 @@ class _Sums:
         self.isolated = {part: DistanceSums() for part in PARTS}
         self.accumulated = {part: DistanceSums() for part in PARTS}
 
+    def merge(self, other: _Sums) -> None:
+        """Take in what another piece of the data gave."""
+        for mine, others in ((self.isolated, other.isolated), (self.accumulated, other.accumulated)):
+            for part in PARTS:
+                largest = max(mine[part].largest, others[part].largest)
+                added = {name: value + getattr(others[part], name) for name, value in vars(mine[part]).items()}
+                mine[part] = DistanceSums(**{**added, "largest": largest})
+
     @staticmethod
     def split(sums: dict[Part, DistanceSums]) -> Split:
         return Split(**{part: sums[part].distance() for part in PARTS})
@@ -68,15 +77,18 @@ def analyze_layers(
     """The errors of every layer that ran, in the order of execution, and the number of samples they come from.
 
     Only sums are kept; a batch is cut so that the float outputs of all layers, which wait to be compared with the
-    quantized ones, take 64 MB at most. After ``budget`` seconds no further piece is begun.
+    quantized ones, take 64 MB at most. After ``budget`` seconds no further piece is begun. torchrun's processes share
+    the pieces; sums are added up in the order of the pieces.
     """
     sums: dict[str, _Sums] = {}
     samples = 0
     with grafting(model, quantized) as network:
         pieces = (piece for call in calls(batches, model, max_batches) for piece in network.pieces(call))
-        for piece in within(budget, tqdm(pieces, "layer errors", unit="piece", disable=not progress)):
-            _compare(network, piece, sums)
-            samples += piece.samples
+        in_time = within(budget, tqdm(pieces, "layer errors", unit="piece", disable=not progress))
+        for there, found in distributed.shared_out(in_time, lambda piece: _compared(network, piece)):
+            samples += there
+            for name, of_piece in found.items():
+                sums.setdefault(name, _Sums()).merge(of_piece)
         layers = [
             LayerAnalysis(
                 layer=name,
@@ -92,8 +104,9 @@ def analyze_layers(
     return layers, samples
 
 
-def _compare(network: Grafted, call: Call, sums: dict[str, _Sums]) -> None:
-    """Run the float network and its three quantized forms on one piece of a batch."""
+def _compared(network: Grafted, call: Call) -> tuple[int, dict[str, _Sums]]:
+    """Run the float network and its three quantized forms on one piece: its samples, and the sums of each layer."""
+    sums: dict[str, _Sums] = {}
     tape = Tape()
 
     def alone(graft: Graft, x: Tensor, output: Tensor) -> None:
@@ -110,3 +123,4 @@ def _compare(network: Grafted, call: Call, sums: dict[str, _Sums]) -> None:
             sums[graft.name].accumulated[part].add(tape.outputs[next(position)], output)
 
         network.run(call, network.whole(part), watch=in_all)
+    return call.samples, sums

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ptq import distributed
 from ptq.batches import Batches, Call, calls
 from ptq.errors import InputError
 from ptq.evaluation import Evaluation
@@ -87,10 +88,13 @@ def answers_to(call: Call, logits: Tensor, metric: str) -> Answers:
 
 
 def answers(model: nn.Module, labelled_batches: Batches, metric: str = "top1", *, seconds: float = math.inf) -> Answers:
-    """Run a model over labelled batches, until the time is over; over one batch at least."""
+    """Run a model over labelled batches, until the time is over; over one batch at least.
+
+    torchrun's processes share the batches.
+    """
     with torch.inference_mode(), evaluating(model):
         run = within(seconds, calls(labelled_batches, model))
-        return Answers.joined([answers_to(call, call.logits(model), metric) for call in run])
+        return Answers.joined(distributed.shared_out(run, lambda call: answers_to(call, call.logits(model), metric)))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from scipy.stats import rankdata
 from torch import nn
 from tqdm import tqdm
 
+from ptq import distributed
 from ptq.analysis.frames import frame
 from ptq.analysis.measuring import Answers, answers
 from ptq.analysis.recipes import Kitchen, Recipe
@@ -170,14 +171,15 @@ def distances_of_grid(
     reference = answers(model, labelled_batches, metric, seconds=budget / (2 * len(plan)))
     same_samples = limited(labelled_batches, reference.n)
     unlabelled = limited(kitchen.batches, error_samples)
-    points = []
     base = Recipe(scheme=Scheme(), batches=kitchen.calibration.batches)
-    for width, alpha in tqdm(plan, "distances", unit="network", disable=not progress):
-        recipe = replace(base, scheme=Scheme(bits=Bits.parse(width)), alpha=alpha)
-        quantized = kitchen.build(recipe).model
+
+    def point(network: tuple[str, Alpha]) -> DistancePoint:
+        width, alpha = network
+        quantized = kitchen.build(replace(base, scheme=Scheme(bits=Bits.parse(width)), alpha=alpha)).model
         errors = layer_errors(model, quantized, unlabelled)
-        found = answers(quantized, same_samples, metric)
-        points.append(_point(width, alpha, errors, reference, found))
+        return _point(width, alpha, errors, reference, answers(quantized, same_samples, metric))
+
+    points = distributed.shared_out(tqdm(plan, "distances", unit="network", disable=not progress), point)
     return DistanceStudy(
         source="grid", metric=metric, samples=reference.n, points=points, correlations=correlations(points)
     )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from ptq import distributed
 from ptq.analysis.frames import frame
 from ptq.analysis.measuring import Answers, answers
 from ptq.analysis.recipes import Kitchen, Recipe
@@ -85,25 +86,29 @@ def try_remedies(
     before = answers(quantized, labelled_batches, metric, seconds=budget / (len(plan) + 2))
     same_samples = limited(labelled_batches, before.n)
     reference = answers(model, same_samples, metric)
-    tried = []
-    for name, recipe in tqdm(plan.items(), "remedies", disable=not progress):
+
+    def tried_out(candidate: tuple[str, Recipe]) -> Remedy | str:
+        """The remedy, or why it can't be had."""
+        name, recipe = candidate
         start = time.monotonic()
         try:
             remedied = kitchen.build(recipe).model
         except PtqError as error:
-            skipped[name] = str(error)
-            continue
+            return str(error)
         seconds = time.monotonic() - start
         after = answers(remedied, same_samples, metric)
-        tried.append(
-            Remedy(
-                name=name,
-                commands=recipe.commands(current, where),
-                answers=after,
-                effect=Effect.between(before, after),
-                seconds=seconds,
-            )
+        return Remedy(
+            name=name,
+            commands=recipe.commands(current, where),
+            answers=after,
+            effect=Effect.between(before, after),
+            seconds=seconds,
         )
+
+    # A process has whole remedies: most of the time goes into building them.
+    found = distributed.shared_out(tqdm(plan.items(), "remedies", disable=not progress), tried_out)
+    skipped |= {name: reason for name, reason in zip(plan, found, strict=True) if isinstance(reason, str)}
+    tried = [remedy for remedy in found if isinstance(remedy, Remedy)]
     tried.sort(key=lambda remedy: (-remedy.effect.score.change, remedy.effect.loss.change))
     return Remedies(reference=reference, quantized=before, tried=tried, skipped=skipped)
 

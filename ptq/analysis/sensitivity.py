@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from tqdm import tqdm
 
+from ptq import distributed
 from ptq.analysis.grafting import Grafted, Part, Tape, grafting
 from ptq.analysis.measuring import Answers, Change, answers_to, loss_change, score_change, within
 from ptq.batches import Batches, Call, calls, limited
@@ -70,16 +71,20 @@ class Sensitivities:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Trials:
-    """The answers so far: of a base network, and with each layer changed."""
+    """The answers to one piece of a batch: of a base network, and with each layer changed."""
 
-    base: list[Answers] = field(default_factory=list)
-    changed: dict[str, list[Answers]] = field(default_factory=dict)
+    base: Answers
+    changed: dict[str, Answers]
 
-    def effects(self) -> dict[str, Effect]:
-        base = Answers.joined(self.base)
-        return {name: Effect.between(base, Answers.joined(parts)) for name, parts in self.changed.items()}
+
+def _effects(pieces: Sequence[_Trials]) -> tuple[Answers, dict[str, Effect]]:
+    """The answers of the base network to all pieces, and what each layer's change does to them."""
+    base = Answers.joined([piece.base for piece in pieces])
+    names = dict.fromkeys(name for piece in pieces for name in piece.changed)
+    changed = {name: Answers.joined([p.changed[name] for p in pieces if name in p.changed]) for name in names}
+    return base, {name: Effect.between(base, answers) for name, answers in changed.items()}
 
 
 def sensitivities(
@@ -96,18 +101,23 @@ def sensitivities(
 
     The samples are taken piece by piece, all layers on each, until ``budget`` seconds are over; at least one piece is.
     What comes before the changed layer isn't computed again: its outputs in the base network are kept, 64 MB at most.
+    torchrun's processes share the pieces.
     """
-    alone, without = _Trials(), _Trials()
     start = time.monotonic()
     with grafting(model, quantized) as network, tqdm(total=samples, desc="layers", disable=not progress) as bar:
         whole = network.whole()
-        given = calls(limited(labelled_batches, samples), model)
-        for piece in within(budget, (piece for call in given for piece in network.pieces(call))):
-            _try_layers(network, piece, {}, lambda name: {name: whole[name]}, alone, metric)
-            _try_layers(network, piece, whole, lambda name: _without(whole, name), without, metric)
+
+        def trials(piece: Call) -> tuple[_Trials, _Trials]:
+            alone = _try_layers(network, piece, {}, lambda name: {name: whole[name]}, metric)
+            without = _try_layers(network, piece, whole, lambda name: _without(whole, name), metric)
             bar.update(piece.samples)
-    reference, of_quantized = Answers.joined(alone.base), Answers.joined(without.base)
-    enable, disable = alone.effects(), without.effects()
+            return alone, without
+
+        given = calls(limited(labelled_batches, samples), model)
+        pieces = within(budget, (piece for call in given for piece in network.pieces(call)))
+        found = distributed.shared_out(pieces, trials)
+    reference, enable = _effects([alone for alone, _ in found])
+    of_quantized, disable = _effects([without for _, without in found])
     layers = [LayerSensitivity(layer=name, enable=enable[name], disable=disable[name]) for name in enable]
     return Sensitivities(
         samples=reference.n,
@@ -127,13 +137,11 @@ def _try_layers(
     call: Call,
     base: Mapping[str, Part],
     changed: Callable[[str], Mapping[str, Part]],
-    trials: _Trials,
     metric: str,
-) -> None:
+) -> _Trials:
     """Run the base network, then with each layer that it called changed, from that layer on."""
     tape = Tape()
-    trials.base.append(answers_to(call, network.run(call, base, watch=tape.record), metric))
-    for name in dict.fromkeys(tape.names):
-        if network.grafts[name].is_quantized:
-            logits = network.run(call, changed(name), tape=tape, until=name)
-            trials.changed.setdefault(name, []).append(answers_to(call, logits, metric))
+    answers = answers_to(call, network.run(call, base, watch=tape.record), metric)
+    names = [name for name in dict.fromkeys(tape.names) if network.grafts[name].is_quantized]
+    logits = {name: network.run(call, changed(name), tape=tape, until=name) for name in names}
+    return _Trials(answers, {name: answers_to(call, found, metric) for name, found in logits.items()})

@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ptq.grid.plan import Planned
 from ptq.grid.states import GridFolder, Record
 from ptq.interruption import Stopped
-from ptq.locking import FOLDER_LOCK, Holder, Lease, acquire, holder_of
+from ptq.locking import FOLDER_LOCK, HeldError, Holder, Lease, acquire, holder_of, holding
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a process that was asked to end
 _POLL = 0.05
@@ -85,13 +86,18 @@ def work(
 
 
 def _tidy(grid: GridFolder) -> None:
-    """Remove the leases of processes that were killed between the end of a run and the release of its lease."""
+    """Remove what killed processes left: leases of runs, and in run folders the lock and what was half written."""
     for run in grid.runs:
-        for lease in (grid.lease(run), grid.run_folder(run) / FOLDER_LOCK):
-            if any(lease.parent.glob(f"{lease.name}.*")) and holder_of(lease) is None:
-                mine = acquire(lease, "ptq grid run")
-                if isinstance(mine, Lease):
-                    mine.release()
+        folder, lease = grid.run_folder(run), grid.lease(run)
+        if _is_stale(lease) and isinstance(mine := acquire(lease, "ptq grid run"), Lease):
+            mine.release()
+        if _is_stale(folder / FOLDER_LOCK):
+            with suppress(HeldError), holding(folder, "ptq grid run"):
+                pass  # taking it over clears it
+
+
+def _is_stale(lease: Path) -> bool:
+    return any(lease.parent.glob(f"{lease.name}.*")) and holder_of(lease) is None
 
 
 def wanted(record: Record | None, retry: float | None) -> bool:
@@ -126,7 +132,7 @@ def _start(grid: GridFolder, run: Planned, lease: Lease, record: Record, threads
     record = replace(record, attempts=record.attempts + 1, exit_code=None, reason=None, host=lease.holder.host)
     record.save(folder)
     with grid.log(run).open("ab") as log:
-        log.write(f"# attempt {record.attempts}, {lease.holder}\n".encode())
+        log.write(f"# attempt {record.attempts}, worker {lease.holder.pid}\n".encode())  # no host: logs are sent around
         log.flush()
         process = subprocess.Popen(
             [sys.executable, "-m", "ptq", "grid", "execute", str(folder)],

@@ -49,6 +49,13 @@ class Quantized:
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, calibration: Calibration) -> Quantized:
         """Rebuild what ``save`` wrote on the float (or smoothed) model it was made from."""
+        try:
+            return cls._load(path, model, calibration)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: not as it was written ({error!r}): run `ptq quantize` again") from error
+
+    @classmethod
+    def _load(cls, path: str | Path, model: nn.Module, calibration: Calibration) -> Quantized:
         state, metadata = read_tensors(Path(path), "quantized model", SCHEMA)
         if metadata["source"] != calibration.model_fingerprint:
             raise MismatchError(f"{path}: was quantized from another model or smoothing: run `ptq quantize` again")

@@ -79,6 +79,13 @@ class Smoothed:
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, calibration: Calibration) -> Smoothed:
         """Rebuild what ``save`` wrote from the original model; the calibration is that of the smoothed model."""
+        try:
+            return cls._load(path, model, calibration)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: not as it was written ({error!r}): run `ptq smooth` again") from error
+
+    @classmethod
+    def _load(cls, path: str | Path, model: nn.Module, calibration: Calibration) -> Smoothed:
         tensors, metadata = read_tensors(Path(path), "smoothed model", SCHEMA)
         factors = {key.removeprefix(_FACTORS): value for key, value in tensors.items() if key.startswith(_FACTORS)}
         state = {key: value for key, value in tensors.items() if not key.startswith(_FACTORS)}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ptq.grid.collect import collect
 from ptq.grid.plots import results_against
 from ptq.grid.states import record_file, typical_seconds
 from ptq.grid.work import wanted
-from ptq.locking import Lease, acquire
+from ptq.locking import Holder, Lease, acquire
 
 # Two commands that compute something, the second one for a while.
 QUICK = "commands = ['formats --shape {shape} --quiet', '[formats --shape {second} --quiet]']\n"
@@ -122,6 +123,22 @@ def test_cancelled_it_starts_nothing_new_and_says_how_to_go_on(here: Path, ptq: 
     assert err.splitlines()[-1].startswith("ptq: stopped") and "ptq grid run g.toml --workers 1" in err
     assert list(grid.counts().values()) == [3, 0, 1, 0, 0]  # three waiting, one interrupted
     assert not any(path.name.startswith(".lock") for path in here.rglob("*"))
+
+
+def test_what_a_killed_run_was_writing_goes_away(here: Path) -> None:
+    """The lock of a killed run was taken away without its half-written files: nobody knew of them any more."""
+    (here / "g.toml").write_text(QUICK + "[axes]\nshape = ['2', '3']\nsecond = ['none']")
+    grid = GridFolder.of(read_grid(here / "g.toml"))
+    dead = json.dumps(asdict(replace(Holder.myself("ptq grid run"), born="1")))
+    for run in grid.runs:
+        folder = grid.run_folder(run)
+        Record.of(run).after(1.0).save(folder)  # finished: no process will come here again
+        (folder / ".calibration.safetensors.abc.partial").write_text("{")
+        (folder / ".lock.1").write_text(dead)
+    grid.lease(grid.runs[0]).parent.mkdir()
+    grid.lease(grid.runs[0]).with_name(f"{grid.runs[0].id}.1").write_text(dead)
+    work(grid)
+    assert {path.name for path in grid.path.rglob("*") if path.is_file()} == {"run_record.json"}
 
 
 def test_a_run_somebody_holds_is_left_alone(here: Path) -> None:
