@@ -45,6 +45,11 @@ class Baseline:
     payload_bytes_per_step: float | None = None  # of the last epoch, all processes
     settings: dict[str, Any]  # formats, split, scheme …
 
+    @property
+    def samples_per_second(self) -> float:
+        """That were trained on, over all epochs."""
+        return self.images / self.seconds if self.seconds else 0.0
+
     def save(self, folder: Path) -> None:
         write_json(_file(folder), {"kind": KIND, "schema": SCHEMA, **asdict(self), "interval": list(self.interval)})
 
@@ -71,7 +76,9 @@ def recipe_for(task: str, kind: str, name: str | None = None) -> Recipe:
         return preset(name)
     base = DEFAULTS.get(task)
     if base is None:
-        raise InputError(f"{task} has no recipe of its own: give --preset and --epochs, --batch-size, --learning-rate")
+        raise InputError(
+            f"{task} has no recipe of its own: give --preset, and --epochs, --batch, --learning-rate to change it"
+        )
     return preset(f"{base}-qat" if kind == "qat" else base)
 
 
@@ -101,6 +108,7 @@ def qat_baseline(
     *,
     steps: str = "learned",
     freeze_after: int | None = None,
+    observer: str | None = None,
     stop_after: int | None = None,
     progress: bool = False,
 ) -> tuple[Baseline, Quantized]:
@@ -113,6 +121,7 @@ def qat_baseline(
         scheme,
         steps=steps,
         freeze_after=freeze_after,
+        observer=observer,
         folder=folder,
         evaluation=task.evaluation,
         metric=task.metric,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,30 @@ class Updates:
         if self.every < 1 or any(step < 0 for step in self.at):
             raise InputError(f"level updates at {self.at} and every {self.every} steps: give steps from 0 and 1 up")
 
+    @classmethod
+    def parse(cls, text: str) -> Updates:
+        """``"100,2000,10000"``: at steps 100 and 2,000, and at every 10,000th."""
+        try:
+            *at, every = (int(part) for part in text.split(","))
+        except ValueError as error:
+            raise InputError(f"level updates {text!r}: write steps and, last, a period, as 100,2000,10000") from error
+        return cls(at=tuple(at), every=every)
+
     def due(self, step: int) -> bool:
         return step in self.at or (step > 0 and step % self.every == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompression:
-    """How gradients travel: a text of ``ptq.format``, ``fp16``, ``bf16``, ``powersgd:rank=2``, or None for floats."""
+    """How gradients travel: a text of ``ptq.format``, ``fp16``, ``bf16``, ``powersgd:rank=2``, or None for floats.
+
+    All but PowerSGD go on from a checkpoint to the same bits; its approximation, which PyTorch's hook keeps to itself,
+    begins anew.
+    """
 
     form: str | None = None
     error_feedback: bool = False  # what quantization took away is added to the next gradient
+    normalised: bool = False  # learned levels: every bucket counts the same, whatever its norm (ALQ-N, AMQ-N)
     updates: Updates = Updates()
     record_every: int | None = None  # steps
 
@@ -60,6 +74,8 @@ class GradientCompression:
             raise InputError(f"error feedback doesn't go with {self.form or 'plain'} gradients: give a number format")
         if self.is_power_sgd:
             self.power_sgd_rank()
+        if self.normalised and (self.form is None or self.is_built_in or not is_learned(read_format(self.form))):
+            raise InputError(f"--normalised doesn't go with {self.form or 'plain'} gradients: give alq, alqg or amq")
 
     @property
     def is_power_sgd(self) -> bool:
@@ -78,6 +94,11 @@ class GradientCompression:
         return int(value)
 
 
+def is_learned(form: Format) -> TypeGuard[Levels]:
+    """Whether its levels come from what is sent."""
+    return isinstance(form, Levels) and form.method in LEARNED
+
+
 class QuantizedGradients:
     """The state of the communication hook in one rank."""
 
@@ -87,7 +108,7 @@ class QuantizedGradients:
         assert compression.form is not None
         self.compression, self.seed, self.recorder = compression, seed, recorder
         self.form = read_format(compression.form)
-        self.learned = self.form if isinstance(self.form, Levels) and self.form.method in LEARNED else None
+        self.learned = self.form if is_learned(self.form) else None
         self._unlearned = self.learned is not None
         if self.learned is not None:
             self._use(exponential(self.learned.bits, zero=self.learned.zero).tolist())
@@ -142,6 +163,8 @@ class QuantizedGradients:
         """Levels from buckets of all ranks; the first rank learns, so that all have the same whatever their CPU."""
         assert self.learned is not None
         sample = sampled_buckets(gradient, self.learned.bucket)
+        if self.compression.normalised:
+            sample = of_equal_norm(sample, self.learned)
         samples = [torch.empty_like(sample) for _ in range(self.world)]
         dist.all_gather(samples, sample)
         self.statistics_bytes += sample.numel() * sample.element_size()
@@ -193,6 +216,13 @@ def sampled_buckets(gradient: Tensor, size: int) -> Tensor:
         return gradient.contiguous()
     chosen = torch.linspace(0, whole - 1, min(whole, SAMPLED_BUCKETS), device=gradient.device).round().long()
     return gradient[: whole * size].view(whole, size)[chosen].flatten()
+
+
+def of_equal_norm(sample: Tensor, form: Levels) -> Tensor:
+    """Each bucket v divided by its norm ``‖v‖``, of the format's kind; buckets of zeros stay."""
+    buckets = sample.view(-1, min(form.bucket, len(sample)))
+    norms = torch.linalg.vector_norm(buckets, 2 if form.norm == "l2" else torch.inf, dim=1, keepdim=True)
+    return (buckets / torch.where(norms > 0, norms, 1.0)).flatten()
 
 
 def replicated(model: nn.Module) -> DistributedDataParallel:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ptq.allocator import tune_allocator
 from ptq.errors import InputError, PtqError
 from ptq.vision import torchvision
 
@@ -113,6 +114,7 @@ def _entry(
     threads: int,
     backend: str | None,
 ) -> None:
+    tune_allocator()  # as the command did for the process that started this one
     folder = Path(name)
     try:
         # A file to meet at: a port that is free now may not be when it is needed.

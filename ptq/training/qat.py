@@ -7,13 +7,14 @@ is least, and ends as a ``Quantized`` that saves, loads and evaluates like any o
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
@@ -32,8 +33,10 @@ from ptq.training.loop import Engine, History, train
 from ptq.training.quantizers import FormatWeight, InputSteps, WeightSteps, least_squares_steps
 from ptq.training.recipe import Recipe
 from ptq.training.samples import Samples
+from ptq.training.scales import input_factor, smoothing_scales
 
 STEPS = ("learned", "observed")
+_ORIGINAL = "parametrizations.weight.original"
 
 
 class QuantizedEngine(Engine):
@@ -64,8 +67,10 @@ class QuantizedEngine(Engine):
         fold_batchnorms(network, self._quantized.batchnorms)
         for parameter in network.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
+        scales = smoothing_scales(network, calibration.graph, self._quantized.batchnorms)
         self._insert(network, calibration)
         super().__init__(network, recipe)
+        self._preconditioned = self._in_original_scale(scales, calibration) if scales else []
 
     def _insert(self, network: nn.Module, calibration: Calibration) -> None:
         """Put trainable quantizers where the quantized network has its own, with their scales."""
@@ -92,12 +97,47 @@ class QuantizedEngine(Engine):
                 device, scale = layer.weight.device, reference.get_buffer("weight_scale")
                 places = torch.arange(channels.output_channels(layer), device=device)
                 outputs = channels.over_outputs(places, layer.weight, layer)
-                if learned:
-                    scale = least_squares_steps(layer.weight, scale, outputs, bits.weights)
                 clip = torch.as_tensor(calibration.layers[name].weight_clip, dtype=torch.float32, device=device)
+                if learned and not bool((clip != 1).any()):  # a clip that was searched for is a good start already
+                    scale = least_squares_steps(layer.weight, scale, outputs, bits.weights)
                 weight = WeightSteps(bits.weights, scale, outputs, clip, learned=learned)
             if weight is not None:
                 parametrize.register_parametrization(layer, "weight", weight)
+
+    @torch.no_grad()
+    def _in_original_scale(self, scales: Mapping[str, Tensor], calibration: Calibration) -> list[tuple[Tensor, Tensor]]:
+        """Parameters, and the c² that their gradients are multiplied by: SGD then does to ``θ = θ'/c`` what it would
+        have done without smoothing.
+
+        Where smoothing divided by 10, the gradient is 10 times as large and what it is taken from a tenth. Steps are
+        as large as what they round: those of weights follow the norms of the channels, those of inputs the range.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = []
+        layers = dict(channels.layers_of(self.model))
+        for name, scale in scales.items():
+            layer_name, _, attribute = name.rpartition(".")
+            parametrized = attribute == "weight" and parametrize.is_parametrized(layers.get(layer_name, self.model))
+            place = f"{layer_name}.{_ORIGINAL}" if parametrized else name
+            pairs.append((self.model.get_parameter(place), scale.square()))
+        for name, layer in layers.items():
+            quantizer, multiplied = getattr(layer, ATTRIBUTE, None), scales.get(f"{name}.weight")
+            if isinstance(quantizer, InputSteps) and quantizer.learned:
+                absmax = calibration.layers[name].activation_absmax.to(layer.weight)
+                before = (absmax * input_factor(layer)).max()
+                if before > 0:
+                    pairs.append((quantizer.scale, (absmax.max() / before).square()))
+            if multiplied is not None and parametrize.is_parametrized(layer, "weight"):
+                steps = layer.get_submodule("parametrizations.weight.0")
+                if isinstance(steps, WeightSteps) and steps.learned:
+                    pairs.append((steps.scale, steps.shares(layer.get_parameter(_ORIGINAL), multiplied)))
+        return pairs
+
+    def gradients(self, inputs: Tensor, labels: Tensor, step: int) -> float | None:
+        loss = super().gradients(inputs, labels, step)
+        for parameter, factor in self._preconditioned:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return loss
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Steps are no weights: nothing pulls them to zero."""
@@ -144,7 +184,7 @@ class QuantizedEngine(Engine):
             if parametrize.is_parametrized(layer, "weight"):
                 steps = layer.get_submodule("parametrizations.weight.0")
                 if isinstance(steps, WeightSteps):
-                    original = layer.get_parameter("parametrizations.weight.original")
+                    original = layer.get_parameter(_ORIGINAL)
                     state[f"{name}.weight_scale"] = steps.step(original).detach()
         quantized.model.load_state_dict(state)
         quantized.model.eval()

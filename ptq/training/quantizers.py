@@ -88,6 +88,14 @@ class WeightSteps(nn.Module):
         if learned:
             self.scale = nn.Parameter(scale.clone())
 
+    def shares(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """``Σw² / Σ(w/c)²`` over each output channel, for weights w that were multiplied by c: ``[O]``."""
+        places = self.outputs.expand_as(weight).flatten()
+        now, before = (
+            torch.zeros_like(self.scale).index_add(0, places, w.square().flatten()) for w in (weight, weight / scale)
+        )
+        return torch.where(before > 0, now / before, 1.0)
+
     def step(self, weight: Tensor) -> Tensor:
         """``[O]``."""
         if self.learned:

@@ -29,6 +29,7 @@ class Recipe:
     shift: int = 0  # images are moved by up to so many pixels, each way
     flip: bool = False  # every other image, at random, is mirrored
     images: int | None = None  # train on the first so many
+    tokens: int | None = None  # of texts, on those of at most so many tokens
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,6 +50,8 @@ class Recipe:
                 f"batch_size = {self.batch_size} can't be cut into {self.micro_batches} equal micro-batches:"
                 " change one of them"
             )
+        if self.tokens is not None and self.tokens < 1:
+            raise InputError(f"tokens = {self.tokens}: give at least 1")
         if self.images is not None and self.images < self.batch_size:
             raise InputError(f"images = {self.images}: give at least one batch of {self.batch_size}")
 
@@ -98,20 +101,30 @@ PRESETS: dict[str, Recipe] = {
         flip=True,
         images=12_800,
     ),
+    # from a network that was trained on other images on
+    "cifar10-finetune": Recipe(
+        epochs=1, batch_size=64, learning_rate=0.02, warmup_epochs=0.1, shift=4, flip=True, images=16_000
+    ),
     # without BatchNorm, which is folded by then, ResNet-20 diverges at 0.01
     "cifar10-short-qat": Recipe(
         epochs=2, batch_size=128, learning_rate=0.001, warmup_epochs=0.5, shift=4, flip=True, images=12_800
     ),
-    # a trained encoder with a classifier fitted to it, taught further on a fixed number of sentences
-    "text-short": Recipe(epochs=2, batch_size=32, learning_rate=0.01, warmup_epochs=0.2, micro_batches=4, images=1_600),
-    "text-short-qat": Recipe(epochs=1, batch_size=32, learning_rate=0.002, warmup_epochs=0.2, images=1_600),
+    # a trained encoder with a classifier fitted to it, taught further on a fixed number of short texts
+    "cola-short": Recipe(
+        epochs=1, batch_size=16, learning_rate=0.002, warmup_epochs=0.1, micro_batches=4, images=2_400, tokens=24
+    ),
+    "cola-short-qat": Recipe(epochs=1, batch_size=16, learning_rate=0.001, warmup_epochs=0.1, images=800, tokens=24),
+    "rte-short": Recipe(
+        epochs=1, batch_size=16, learning_rate=0.002, warmup_epochs=0.1, micro_batches=4, images=800, tokens=64
+    ),
+    "rte-short-qat": Recipe(epochs=1, batch_size=16, learning_rate=0.001, warmup_epochs=0.1, images=400, tokens=64),
 }
 DEFAULTS = {
     "digits": "digits",
     "cifar10-mobilenetv2": "cifar10-short",
     "cifar10-resnet20": "cifar10-short",
-    "cola": "text-short",
-    "rte": "text-short",
+    "cola": "cola-short",
+    "rte": "rte-short",
 }
 
 

@@ -52,6 +52,7 @@ class ReplicaEngine(Engine):
             "ranks": self.world,
             "gradients": compression.form,
             "error_feedback": compression.error_feedback,
+            "normalised": compression.normalised,
             "updates": [*compression.updates.at, compression.updates.every],
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,13 @@ from ptq.batches import Batches, as_call
 from ptq.errors import InputError
 from ptq.tasks.arrays import ArrayBatches
 from ptq.training.recipe import Recipe, augmented, generator_for
+
+
+@runtime_checkable
+class HasSamples(Protocol):
+    """Batches that know their samples."""
+
+    def samples(self) -> Samples: ...
 
 
 class Samples(Protocol):
@@ -62,6 +69,8 @@ def samples_of(batches: Batches) -> Samples:
     """The samples behind a task's batches ``(inputs, labels)``."""
     if isinstance(batches, ArrayBatches):
         return ArraySamples(batches)
+    if isinstance(batches, HasSamples):
+        return batches.samples()
     inputs, labels = [], []
     for batch in batches:
         call = as_call(batch)

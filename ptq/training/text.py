@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from ptq.errors import InputError
 from ptq.tasks import Task
 from ptq.tasks.encoders import PooledClassifier
 from ptq.tasks.text import TextBatches
+from ptq.training.samples import TensorSamples
 
 
 class Sentences(nn.Module):
@@ -77,29 +79,44 @@ def _name_of_body(network: nn.Module) -> str:
 
 
 class PackedBatches:
-    """Batches ``([N, columns, tokens], labels)`` of texts, all padded to the longest."""
+    """Batches ``([N, columns, tokens], labels)``, each padded to its longest; ``tokens`` leaves out longer texts."""
 
-    def __init__(self, source: TextBatches) -> None:
-        self.columns = tuple(source.columns)
+    def __init__(self, source: TextBatches, tokens: int | None = None) -> None:
+        self.names = tuple(source.columns)
         self.batch_size = source.batch_size
-        self.labels = source.labels
-        self.inputs = torch.stack(
-            [pad_sequence(rows, True, source._padding[name], source._side) for name, rows in source.columns.items()],
-            dim=1,
-        )
+        lengths = torch.tensor([len(row) for row in source.columns["input_ids"]])
+        kept = torch.arange(len(lengths)) if tokens is None else (lengths <= tokens).nonzero().flatten()
+        if not len(kept):
+            raise InputError(f"no text has at most {tokens} tokens, the shortest has {lengths.min()}: give more")
+        self.labels = source.labels[kept]
+        self._rows = {name: [rows[place] for place in kept.tolist()] for name, rows in source.columns.items()}
+        self._padding, self._side = source._padding, source._side
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.labels) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        return zip(torch.split(self.inputs, self.batch_size), torch.split(self.labels, self.batch_size), strict=True)
+        for start in range(0, len(self.labels), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            yield self._packed(part), self.labels[part]
+
+    def samples(self) -> TensorSamples:
+        """All texts, padded to the longest of them: the stages of a pipeline agree on one shape."""
+        return TensorSamples(self._packed(slice(None)), self.labels)
+
+    def _packed(self, part: slice) -> Tensor:
+        padded = [pad_sequence(rows[part], True, self._padding[name], self._side) for name, rows in self._rows.items()]
+        return torch.stack(padded, dim=1)  # [N, columns, tokens]
 
 
-def with_one_input(task: Task) -> Task:
-    """A task on text in that form; any other as it is."""
+def with_one_input(task: Task, tokens: int | None = None) -> Task:
+    """A task on text in that form, trained on texts of at most so many tokens; any other as it is."""
     if not isinstance(task.calibration, TextBatches) or not isinstance(task.evaluation, TextBatches):
         return task
-    packed = PackedBatches(task.calibration)
+    packed = PackedBatches(task.calibration, tokens)
     return replace(
         task,
-        model=Sentences(task.model, packed.columns).eval(),
+        model=Sentences(task.model, packed.names).eval(),
         calibration=packed,
         evaluation=PackedBatches(task.evaluation),
     )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ptq.errors import InputError
 from ptq.formats import format as read_format
 from ptq.formats.levels import Levels
 from ptq.training.checkpoints import read_lines
-from ptq.training.gradients import GradientCompression, Updates, sampled_buckets
+from ptq.training.gradients import GradientCompression, Updates, of_equal_norm, sampled_buckets
 from ptq.training.processes import run_ranks
 from ptq.training.recipe import Recipe, generator_for
 from ptq.training.samples import TensorSamples
@@ -33,7 +34,7 @@ COMPRESSIONS = [
     GradientCompression(form="terngrad:bucket=64,clip=2.5"),
     GradientCompression(form="alq:bits=3,bucket=64", updates=EARLY),
     GradientCompression(form="levels:alq,bits=3,bucket=64,linf", updates=EARLY, error_feedback=True),
-    GradientCompression(form="amq:bits=3,bucket=64", updates=EARLY),
+    GradientCompression(form="amq:bits=3,bucket=64", updates=EARLY, normalised=True),
     GradientCompression(form="topk:ratio=0.1+affine:bits=8", error_feedback=True),
     GradientCompression(),
     GradientCompression(form="fp16"),
@@ -166,6 +167,40 @@ def test_when_levels_are_learned() -> None:
         Updates(every=0)
 
 
+def test_a_schedule_is_read_from_its_text() -> None:
+    assert Updates.parse("100,2000,10000") == Updates()
+    assert Updates.parse("50") == Updates(at=(), every=50)
+    for text in ("", "100,", "often", "3,0"):
+        with pytest.raises(InputError, match="level updates"):
+            Updates.parse(text)
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_normalised_buckets_weigh_the_same(norm: str) -> None:
+    """ALQ-N: levels that minimise the mean over buckets of the error of ``v = x/‖x‖``, not of x."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.randn(8, 512, generator=generator) ** 3
+    sizes = torch.tensor([1e-3, 1.0, 10.0, 0.1, 5.0, 0.0, 1.0, 1e-2])
+    buckets = shapes * sizes[:, None]
+    form = Levels(bits=3, method="alq", bucket=512, norm=norm)
+    found = of_equal_norm(buckets.flatten(), form).view(8, 512).numpy()
+    order = 2 if norm == "l2" else np.inf
+    np.testing.assert_allclose(np.linalg.norm(found, order, axis=1), [1, 1, 1, 1, 1, 0, 1, 1], rtol=1e-6)
+
+    def error(levels: tuple[float, ...] | None) -> float:
+        """Σ (v-ℓ_j)(ℓ_{j+1}-v) over the normalised buckets, with numpy."""
+        assert levels is not None
+        edges = np.array(levels)
+        below = np.clip(np.searchsorted(edges, found, "right") - 1, 0, len(edges) - 2)
+        return float(((found - edges[below]) * (edges[below + 1] - found)).sum())
+
+    by_size, alike = (
+        Levels.fit(sample, 3, "alq", bucket=512, norm=norm).levels
+        for sample in (buckets.flatten(), torch.from_numpy(found).flatten())
+    )
+    assert error(alike) < error(by_size)
+
+
 def test_buckets_are_sampled_whole() -> None:
     gradient = torch.arange(1000.0)
     sampled = sampled_buckets(gradient, 8).view(-1, 8)
@@ -179,5 +214,7 @@ def test_compressions_that_make_no_sense_say_why() -> None:
         GradientCompression(form="qsdg:bits=4")
     with pytest.raises(InputError, match="error feedback doesn't go with fp16"):
         GradientCompression(form="fp16", error_feedback=True)
+    with pytest.raises(InputError, match="--normalised doesn't go with qsgd:bits=4"):
+        GradientCompression(form="qsgd:bits=4", normalised=True)
     with pytest.raises(InputError, match="powersgd:rank=2"):
         GradientCompression(form="powersgd:rank=none")

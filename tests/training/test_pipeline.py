@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # spawned processes inherit it
 import rank_functions
 
 from ptq.errors import InputError
-from ptq.formats import Format
+from ptq.formats import NAMES, Format
 from ptq.formats import format as read_format
 from ptq.tasks.networks.cifar_resnet import resnet20
 from ptq.tasks.networks.digits import DigitsNet
@@ -109,6 +109,8 @@ FORMATS = [
     ("downsample:factor=2+affine:bits=8", "nuqsgd:bits=4,bucket=256"),
     ("alq:bits=3,bucket=512", "amq:bits=3,bucket=512"),
     ("truncate:step=0.01", "terngrad:bucket=128"),
+    ("qsgd:bits=4,bucket=256", "alqg:bits=3,bucket=512"),
+    ("raw", "raw"),
 ]
 
 
@@ -136,6 +138,11 @@ def test_first_gradients_are_those_of_one_process_with_fake_in_place(
     for name, gradient in expected.items():
         assert found[name] is not None, f"{name} has no gradient"
         assert torch.equal(found[name], gradient), name
+
+
+def test_no_format_is_left_out() -> None:
+    used = {part.partition(":")[0] for pair in FORMATS for text in pair if text for part in text.split("+")}
+    assert used | {"levels"} == set(NAMES)  # qsgd and its kin are levels
 
 
 @pytest.mark.parametrize(("activations", "gradients"), FORMATS)

@@ -165,6 +165,15 @@ def test_a_task_on_text_is_packed_and_learns() -> None:
     inputs, given = samples.batch(torch.arange(24))
     assert inputs.shape == (24, 2, 6) and tuple(given.tolist()) == labels
     assert inputs[0, 1].tolist() == [1, 0, 0, 0, 0, 0]
+    short = samples_of(with_one_input(task, tokens=3).calibration)
+    lengths = [len(text.split()) for (text,) in texts]
+    assert len(short) == sum(length <= 3 for length in lengths)
+    inputs, given = short.batch(torch.arange(len(short)))
+    assert inputs.shape[2] == 3 and inputs[:, 1].sum(1).tolist() == [length for length in lengths if length <= 3]
+    assert given.tolist() == [label for label, length in zip(labels, lengths, strict=True) if length <= 3]
+    with pytest.raises(InputError, match="no text has at most 0 tokens, the shortest has 1"):
+        with_one_input(task, tokens=0)
+    assert [inputs.shape[2] for inputs, _ in packed.evaluation] == [6, 6, 6]  # type: ignore[misc]
     assert evaluate(packed.model, packed.evaluation).top1 == evaluate(network, batches).top1
     history = train(Engine(packed.model, Recipe(epochs=3, batch_size=8, learning_rate=0.05)), samples)
     assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
