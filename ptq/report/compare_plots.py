@@ -85,7 +85,7 @@ def comparison_picture(comparison: Comparison, title: str) -> Figure:
             _draw_networks(scores, errors, some, reference)
             scores.set_title(f"{bits}", loc="left", fontsize=10)
         grid[-1][0].set_xlabel(_score_label(comparison.metric))
-        grid[-1][1].set_xlabel("mean relative L1 of layers")
+        grid[-1][1].set_xlabel("mean layer L1")
         used = [kind for kind in _KINDS if any(row.training == kind for row in rows)]
         handles = [
             grid[0][0].plot([], [], "o", color=_COLOUR_OF[kind], markersize=5, label=_KINDS[kind])[0] for kind in used
