@@ -290,3 +290,28 @@ def test_other_ways_are_read_from_their_files_and_shown(tmp_path: Path) -> None:
     assert "ptq train qat --bits W4A4 --steps learned --epochs 5 --learning-rate 0.01 --name qat-W4A4" in commands(
         files
     )
+
+
+def test_a_training_is_told_with_all_that_was_said(tmp_path: Path) -> None:
+    recipe = {"epochs": 2, "learning_rate": 0.1, "batch_size": 64, "micro_batches": 4, "images": 512, "tokens": None}
+    settings: dict[str, dict[str, Any]] = {
+        "pipeline": {"split": ["a", "b"], "schedule": "1f1b", "activations": "affine:bits=8", "gradients": None},
+        "ddp": {
+            "ranks": 3, "form": "alq:bits=3", "error_feedback": True, "normalised": True, "record_every": None,
+            "updates": {"at": [5], "every": 50},
+        },
+    }  # fmt: skip
+    for kind, said in settings.items():
+        Baseline(
+            training=kind, task="digits", metric="top1", score=91.0, interval=(89.0, 93.0), n=N, seconds=61.0,
+            seconds_per_step=0.1, images=50_000, recipe={**recipe, "label_smoothing": 0.1}, settings=said,
+        ).save(tmp_path / "baselines" / kind)  # fmt: skip
+    same = "--epochs 2 --learning-rate 0.1 --batch 64 --images 512 --label-smoothing 0.1"
+    where = "--run " + tmp_path.name
+    found = [command for command in commands(RunFiles.read(tmp_path)) if " train " in command]
+    assert found == [
+        f"ptq train ddp --ranks 3 --gradients alq:bits=3 --update-levels 5,50 --error-feedback --normalised {same}"
+        f" --name ddp {where}",
+        "ptq train pipeline --schedule 1f1b --activations affine:bits=8 --split a --split b --stages 3"
+        f" --micro-batches 4 {same} --name pipeline {where}",
+    ]

@@ -137,14 +137,21 @@ def _export(files: RunFiles) -> Iterator[list[str]]:
 def _baselines(files: RunFiles) -> Iterator[list[str]]:
     for name, baseline in files.baselines.items():
         settings, recipe = baseline.settings, baseline.recipe
-        parts = ["ptq", "train", baseline.training]
-        if "scheme" in settings:
-            parts += ["--bits", str(Bits(**settings["scheme"]["bits"]))]
-        for option in ("steps", "schedule", "activations", "gradients", "ranks"):
-            if settings.get(option) is not None:
-                parts += [f"--{option}", str(settings[option])]
+        parts = ["ptq", "train", baseline.training, *(_scheme(settings["scheme"]) if "scheme" in settings else [])]
+        for option in ("steps", "freeze_after", "schedule", "activations", "gradients", "ranks", "record_every"):
+            parts += _unless(f"--{option.replace('_', '-')}", settings.get(option), None)
+        parts += _unless("--gradients", settings.get("form"), None)
+        if "updates" in settings:
+            levels = [*settings["updates"]["at"], settings["updates"]["every"]]
+            parts += _unless("--update-levels", ",".join(map(str, levels)), "100,2000,10000")
+        parts += [f"--{flag.replace('_', '-')}" for flag in ("error_feedback", "normalised") if settings.get(flag)]
         parts += [part for cut in settings.get("split", ()) for part in ("--split", cut)]
+        if baseline.training == "pipeline":
+            parts += ["--stages", str(len(settings["split"]) + 1), "--micro-batches", str(recipe["micro_batches"])]
         parts += ["--epochs", str(recipe["epochs"]), "--learning-rate", f"{recipe['learning_rate']:g}"]
+        for option, field in (("--batch", "batch_size"), ("--images", "images"), ("--tokens", "tokens")):
+            parts += _unless(option, recipe.get(field), None)
+        parts += _unless("--label-smoothing", recipe.get("label_smoothing", 0.0), 0.0)
         yield [*parts, "--name", name]
 
 
