@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ptq.mixed import Allocation
+    from ptq.racing import Race
     from ptq.run import Run
 
 DEFAULT_SWEEP = "W8A8,W4A4,W3A4"
@@ -205,6 +206,9 @@ def sweep(
     auto: Annotated[bool, typer.Option(help="Also α by layer, without and with clipped ranges.")] = True,
     form: Annotated[str, typer.Option(help="fold, or hook: a division in front of every layer.")] = "fold",
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    race: Annotated[
+        bool, typer.Option("--race", help="Find the best α for a third of the cost: the worse ones drop out early.")
+    ] = False,
     calibration_batches: Annotated[
         str | None, typer.Option(help="Sweep the amount of calibration data instead, as 50,200,1500, at one α.")
     ] = None,
@@ -215,10 +219,16 @@ def sweep(
         return
     values = parse_alphas(alphas)
     widths = [part for part in bits.split(",") if part]
-    result = run.sweep(values, widths, auto=auto, form=form, images=images)  # type: ignore[arg-type]
+    result = run.sweep(values, widths, auto=auto, form=form, images=images, race=race)  # type: ignore[arg-type]
     from ptq.report import plots
     from ptq.report.tables import sweep_table
 
+    if race:  # there is no curve to draw
+        from ptq.quantization import Bits
+
+        races = [race_table(width, result.races[width]) for width in map(str, map(Bits.parse, widths))]
+        screen.show([*races, sweep_table(result)], [run.sweep_file], result.to_json())
+        return
     pictures = {
         run.folder / "alpha_sweep.png": plots.alpha_sweep(result, f"{run.task.name}: accuracy against α"),
         run.folder / "alpha_sweep_layers.png": plots.alpha_sweep_layers(
@@ -228,6 +238,24 @@ def sweep(
     for path, figure in pictures.items():
         plots.save(figure, path)
     screen.show([sweep_table(result)], [run.sweep_file, *pictures], result.to_json())
+
+
+def race_table(bits: str, race: "Race") -> "Table":
+    """Who dropped out when, and how sure that is."""
+    from ptq.report.tables import plain_table
+
+    rest = "the best" if race.margin() == 0 else f"no other is better by more than {race.margin():.2f} points"
+    table = plain_table(
+        f"race at {bits}: α = {race.winner:g}, {rest}, with {race.confidence:.0%} confidence",
+        "α", "images", "right, %", "beaten by", "confidence",
+        caption=f"{race.cost:.0%} of the evaluations of a full sweep; who isn't beaten may be as good",
+    )  # fmt: skip
+    for alpha, answers in race.answers.items():
+        dropped = race.dropped.get(alpha)
+        why = (f"{dropped.by:g}", f"{dropped.confidence:.2%}") if dropped else ("", "")
+        right = f"{100 * answers.mean():.2f}" if len(answers) else ""
+        table.add_row(f"{alpha:g}", str(len(answers)), right, *why)
+    return table
 
 
 def sweep_calibration(run: "Run", screen: Screen, sizes: str, alphas: str, bits: str, images: int | None) -> None:

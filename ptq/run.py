@@ -27,6 +27,7 @@ from ptq.mixed import Allocation, check_wish, choose_bits
 from ptq.packing import PackedCheckpoint, pack
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
+from ptq.racing import check_race
 from ptq.refinement import SAMPLES as REFINED_ON
 from ptq.refinement import Refine, Refined, check_refine
 from ptq.refinement import refine as refine_network
@@ -311,8 +312,11 @@ class Run(RunFolder):
         auto: bool = True,
         form: Form = "fold",
         images: int | None = None,
+        race: bool = False,
     ) -> Sweep:
         check_plan(alphas, bits, images)  # before any work is done
+        if race:
+            check_race(alphas, self.task.metric)
         resume = Sweep.from_json(read_json(self.sweep_file)) if self.sweep_file.exists() else None
         with units("point") as point_finished:
 
@@ -331,6 +335,7 @@ class Run(RunFolder):
                 form=form,
                 metric=self.task.metric,
                 images=images,
+                race=race,
                 resume=resume,
                 on_point=keep,
                 progress=self.progress,

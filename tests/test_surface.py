@@ -21,7 +21,7 @@ FLOORS = [
     {"calibration"},
     {"smoothing", "quantization"},
     {"refinement"},
-    {"evaluation", "mixed", "tasks"},
+    {"evaluation", "mixed", "racing", "tasks"},
     {"analysis", "export", "folder", "sizing", "sweeping", "training"},
     {"run"},
     {"report"},
