@@ -75,7 +75,7 @@ def test_rows_errors_and_going_on(
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     ours = (SCRIPTS / "peers" / "ptq.py").read_text()
-    (adapters / "ptq.py").write_text(ours + '\nRECIPES = {"--refine none": ("W4A4",)}\n')
+    (adapters / "ptq.py").write_text(ours + '\nRECIPES = {"rounded": ("W4A4",)}\n')
     (adapters / "failing.py").write_text(FAILING)
     (adapters / "not-installable.py").write_text(NOT_INSTALLABLE)
     rows = benchmark()

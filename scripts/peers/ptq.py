@@ -1,4 +1,4 @@
-"""This project: ``ptq quantize --refine none``, ``fast`` and ``best``."""
+"""This project: rounded to nearest, and smoothed with α and clips by layer and then refined, as README suggests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 REQUIREMENTS = None
-RECIPES = {f"--refine {effort}": ("W8A8", "W4A8", "W4A4", "W3A3") for effort in ("none", "fast", "best")}
+EFFORTS = {"rounded": "none", "smoothed, --refine fast": "fast", "smoothed, --refine best": "best"}
+RECIPES = dict.fromkeys(EFFORTS, ("W8A8", "W4A8", "W4A4", "W3A3"))
 
 
 class Network:
@@ -22,8 +23,10 @@ class Network:
 def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Network:
     import ptq
 
-    effort = recipe.removeprefix("--refine ")
-    calibration = ptq.calibrate(model, batches)
+    effort, calibration = EFFORTS[recipe], ptq.calibrate(model, batches)
+    if effort != "none":
+        smoothed = ptq.smooth(model, calibration, "auto", weights=weights, activations=activations, clip=True)
+        model, calibration = smoothed.model, smoothed.calibration
     return Network(ptq.quantize(model, calibration, weights, activations, refine=effort, batches=batches))
 
 
