@@ -237,6 +237,7 @@ def invoke(arguments: Sequence[str] | None = None) -> int:
     import ptq.analyze_commands
     import ptq.commands
     import ptq.compare_commands
+    import ptq.format_commands
     import ptq.grid_commands
     import ptq.report_commands
     import ptq.train_commands  # noqa: F401 (they register themselves)

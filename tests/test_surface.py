@@ -26,7 +26,16 @@ FLOORS = [
     {"run"},
     {"report"},
     {"grid"},
-    {"analyze_commands", "cli", "commands", "compare_commands", "grid_commands", "report_commands", "train_commands"},
+    {
+        "analyze_commands",
+        "cli",
+        "commands",
+        "compare_commands",
+        "format_commands",
+        "grid_commands",
+        "report_commands",
+        "train_commands",
+    },
     {"__init__", "__main__"},
 ]
 
