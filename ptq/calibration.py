@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ptq.graph import ChannelGraph, read_graph
 from ptq.hooks import attached, evaluating
 from ptq.observers import ChannelRange, Histogram
 from ptq.ranges import HISTOGRAM_RANGES, checked_observer
+from ptq.rectified import RectifiedInputs
 from ptq.sampling import RowSample, SampleReservoir
 from ptq.storage import checksum, fingerprint, read_tensors, write_tensors
 
@@ -214,7 +216,7 @@ class _Pass:
             if not bool(channels.weight_absmax(layer.weight, layer).isfinite().all()):
                 raise InputError(f"{name}: NaN or Inf in the weight: the checkpoint is broken, give another one")
         self._model, self._observer = model, observer
-        self._batch = _Batch()
+        self._batch = _Batch(RectifiedInputs(model))
         budget = _SAMPLED // len(layers)
         with_histogram = observer in HISTOGRAM_RANGES
         # All ranges in one tensor: one look at it finds what isn't finite.
@@ -237,7 +239,7 @@ class _Pass:
             collector.layer.register_forward_pre_hook(collector.hook(self._batch, self._order), with_kwargs=True)
             for collector in self._collectors.values()
         )
-        with attached(hooks):
+        with attached(chain(self._batch.rectified.hooks(), hooks)):
             yield
 
     def expect(self, samples: int) -> None:
@@ -270,7 +272,7 @@ class _Pass:
             bad = (~collector.range.is_finite).nonzero().flatten()
             if len(bad):
                 channel = int(bad[0])
-                kind = "NaN" if bool(collector.range.minimum[channel].isnan()) else "Inf"
+                kind = "NaN" if bool(collector.range.maximum[channel].isnan()) else "Inf"
                 raise ActivationError(
                     f"{name}: {kind} in the input, batch {self.batches}, channel {channel} ({len(bad)} channels in "
                     "all): check the data of that batch and the weights of the layers before"
@@ -369,6 +371,7 @@ def _rows_to_count(x: Tensor) -> Tensor:
 class _Batch:
     """What the collectors have to know about the batch that is running."""
 
+    rectified: RectifiedInputs
     is_running: bool = False
     samples: int = 0
     mask: Tensor | None = None  # [N, T], true where there is no padding
@@ -405,7 +408,7 @@ class _Collector:
                 self.sample.store(x, batch.picks, axis, mask=batch.mask, samples=batch.samples)
             if batch.mask is not None and axis == -1 and x.dim() == 3 and x.shape[:2] == batch.mask.shape:
                 x = x[batch.mask]  # [tokens, C]
-            minimum, maximum = self.range.collect(x, axis)
+            minimum, maximum = self.range.collect(x, axis, rectified=layer in batch.rectified)
             if self.histogram is not None:
                 low, high = float(minimum.min()), float(maximum.max())
                 if math.isfinite(low) and math.isfinite(high):  # the end of the batch refuses the others

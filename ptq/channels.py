@@ -7,7 +7,7 @@ convolution without positions. Everything here goes through one view, ``[g, O/g,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -89,22 +89,33 @@ def activation_range(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
     NaN goes through both, so one look at the results finds it.
     """
+    minimum, maximum = _over_others(x, axis, torch.amin, torch.amax)
+    return minimum, maximum
+
+
+def activation_maximum(x: Tensor, axis: int) -> Tensor:
+    """The maximum alone, in half the time."""
+    (maximum,) = _over_others(x, axis, torch.amax)
+    return maximum
+
+
+def _over_others(x: Tensor, axis: int, *reductions: Callable[..., Tensor]) -> Iterable[Tensor]:
+    """What each reduction makes of every channel, ``[C]``."""
     axis %= x.dim()
     if axis == 1 and x.dim() > 2 and len(x) > 1:
         positions = math.prod(x.shape[2:])
         if positions < 1024:
             # Small maps leave a reduction over positions nothing to vectorise: over samples first is up to 4 times
             # faster.
-            minimum, maximum = x.amin(0).flatten(1), x.amax(0).flatten(1)  # [C, positions]
-            return minimum.amin(1), maximum.amax(1)
+            return [reduce(reduce(x, 0).flatten(1), 1) for reduce in reductions]
         if x.is_contiguous() and x.numel() > 2 * _CACHED:
             # Part by part, so that the second look at a part finds it in the cache.
             parts = torch.split(x.view(-1, positions), max(1, _CACHED // positions))
-            bounds = [(part.amin(1), part.amax(1)) for part in parts]
-            minimum, maximum = (torch.cat(ends).view(x.shape[:2]) for ends in zip(*bounds, strict=True))
-            return minimum.amin(0), maximum.amax(0)
+            found = [[reduce(part, 1) for reduce in reductions] for part in parts]
+            by_sample = (torch.cat(ends).view(x.shape[:2]) for ends in zip(*found, strict=True))  # [N, C]
+            return [reduce(ends, 0) for reduce, ends in zip(reductions, by_sample, strict=True)]
     others = tuple(i for i in range(x.dim()) if i != axis)
-    return (x.amin(others), x.amax(others)) if others else (x, x)
+    return [reduce(x, others) if others else x for reduce in reductions]
 
 
 def weight_absmax(weight: Tensor, layer: Layer) -> Tensor:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ptq.channels import activation_range
+from ptq.channels import activation_maximum, activation_range
 
 BINS = 4096  # half of them below zero
 _HALF = BINS // 2
@@ -53,9 +53,17 @@ class ChannelRange:
     def finite(self) -> bool:
         return bool(self.is_finite.all())
 
-    def collect(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """Add a tensor; returns the minimum and the maximum of this tensor alone."""
-        minimum, maximum = (bound.to(self.minimum) for bound in activation_range(x.detach(), axis))
+    def collect(self, x: Tensor, axis: int, *, rectified: bool = False) -> tuple[Tensor, Tensor]:
+        """Add a tensor; returns the minimum and the maximum of this tensor alone.
+
+        ``rectified`` promises that nothing in it is below zero. Once every channel has seen a zero, the minimum is
+        known then and not looked for; NaN and Inf show in the maximum. (A GPU would wait for the answer whether it
+        is known, which costs more than looking.)
+        """
+        if rectified and not x.is_cuda and not self.minimum.any():
+            minimum, maximum = self.minimum, activation_maximum(x.detach(), axis).to(self.maximum)
+        else:
+            minimum, maximum = (bound.to(self.minimum) for bound in activation_range(x.detach(), axis))
         torch.minimum(self.minimum, minimum, out=self.minimum)
         torch.maximum(self.maximum, maximum, out=self.maximum)
         return minimum, maximum

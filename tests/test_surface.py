@@ -16,7 +16,7 @@ PACKAGE = Path(ptq.__file__).parent
 FLOORS = [
     {"errors", "allocator", "interruption", "journal"},
     {"formats", "channels", "distributed", "hooks", "batches", "locking", "storage", "vision"},
-    {"attention", "batchnorm", "capture", "graph", "observers", "packing", "sampling"},
+    {"attention", "batchnorm", "capture", "graph", "observers", "packing", "rectified", "sampling"},
     {"ranges"},
     {"calibration"},
     {"smoothing", "quantization"},

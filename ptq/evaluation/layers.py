@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptq import channels
+from ptq import channels, distributed
 from ptq.attention import splitting_attention
 from ptq.batches import Batches, Call, calls
 from ptq.batchnorm import FoldedBatchNorm
@@ -65,6 +65,12 @@ class DistanceSums:
         self.product += float(expected @ found)
         self.largest = max(self.largest, float(difference.abs().max()) if len(difference) else 0.0)
 
+    def merge(self, other: DistanceSums) -> None:
+        largest = max(self.largest, other.largest)
+        for sum_of in fields(self):
+            setattr(self, sum_of.name, getattr(self, sum_of.name) + getattr(other, sum_of.name))
+        self.largest = largest
+
     def distance(self) -> Distance:
         norms = math.sqrt(self.squared * self.squared_found)
         return Distance(
@@ -82,15 +88,27 @@ def _ratio(part: float, whole: float) -> float:
 
 
 @dataclass
-class _Comparison:
-    """The sums of one layer, and what waits to be compared."""
+class _Sums:
+    """Of one layer."""
 
-    layer: channels.Layer
     isolated: DistanceSums = field(default_factory=DistanceSums)
     accumulated: DistanceSums = field(default_factory=DistanceSums)
+    ran: bool = False
+
+    def merge(self, other: _Sums) -> None:
+        self.isolated.merge(other.isolated)
+        self.accumulated.merge(other.accumulated)
+        self.ran |= other.ran
+
+
+@dataclass
+class _Comparison:
+    """One layer, and what waits to be compared."""
+
+    layer: channels.Layer
+    sums: _Sums  # of the batch that runs
     alone: list[Tensor] = field(default_factory=list)  # its output on float inputs
     expected: list[Tensor] = field(default_factory=list)  # the float network's outputs, oldest first
-    ran: bool = False
     input_factor: Tensor | None = None  # what smoothing divided its input by, somewhere else
     output_factor: Tensor | None = None
 
@@ -123,25 +141,35 @@ def layer_errors(
     A layer that took over a BatchNorm is compared behind that BatchNorm, one whose channels were scaled by smoothing
     in the channels' original scale. ``accumulated=False`` leaves out the run of the whole quantized network.
     """
-    comparisons = {name: _Comparison(layer) for name, layer in channels.layers_of(quantized)}
+    comparisons = {name: _Comparison(layer, _Sums()) for name, layer in channels.layers_of(quantized)}
     # Where the float network has what a quantized layer returns: at the layer, or behind its folded BatchNorm.
     places = {name: name for name in comparisons} | {
         module.into: name for name, module in quantized.named_modules() if isinstance(module, FoldedBatchNorm)
     }
     for name, comparison in comparisons.items():
         comparison.undo_folding(behind_batchnorm=places[name] != name)
+    by_batch: dict[int, dict[str, _Sums]] = {}
     with torch.inference_mode(), evaluating(model, quantized), splitting_attention(model):
-        for call in calls(batches, model, max_batches):
+        for number, call in enumerate(calls(batches, model, max_batches)):
+            if not distributed.is_mine(number):
+                continue
+            by_batch[number] = {name: _Sums() for name in comparisons}
+            for name, comparison in comparisons.items():
+                comparison.sums = by_batch[number][name]
             for part in _parts(call, model, places):
                 with attached(_float_hooks(model, comparisons, places, hold=accumulated)):
                     part.run(model)
                 if accumulated:
                     with attached(_quantized_hooks(comparisons)):
                         part.run(quantized)
+    totals = {name: _Sums() for name in comparisons}
+    for found in distributed.merged(by_batch).values():  # in the order of the batches, whoever ran them
+        for name, total in totals.items():
+            total.merge(found[name])
     return {
-        name: LayerError(c.isolated.distance(), c.accumulated.distance() if accumulated else None)
-        for name, c in comparisons.items()
-        if c.ran
+        name: LayerError(total.isolated.distance(), total.accumulated.distance() if accumulated else None)
+        for name, total in totals.items()
+        if total.ran
     }
 
 
@@ -156,8 +184,8 @@ def _float_hooks(
 
     def compare(comparison: _Comparison) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            comparison.isolated.add(output, comparison.alone.pop(0))
-            comparison.ran = True
+            comparison.sums.isolated.add(output, comparison.alone.pop(0))
+            comparison.sums.ran = True
             if hold:
                 comparison.expected.append(output.clone())  # an in-place activation is about to overwrite it
 
@@ -174,7 +202,7 @@ def _float_hooks(
 def _quantized_hooks(comparisons: dict[str, _Comparison]) -> Iterator[Any]:
     def compare(comparison: _Comparison) -> Callable[..., None]:
         def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
-            comparison.accumulated.add(comparison.expected.pop(0), comparison.in_original_scale(output))
+            comparison.sums.accumulated.add(comparison.expected.pop(0), comparison.in_original_scale(output))
 
         return hook
 

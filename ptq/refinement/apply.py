@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from ptq import distributed
 from ptq.attention import split_attention
 from ptq.batches import Batches, calls, limited
 from ptq.batchnorm import fold_batchnorms
@@ -82,12 +83,14 @@ def refine(
         refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
         blocks: dict[str, list[str]] = {}
         if effort == "fast":
-            refiner.refine(ways_through(networks, given), names)
+            ways = ways_through(networks, given)
+            refiner.refine([way for number, way in enumerate(ways) if distributed.is_mine(number)], names)
         else:
             blocks = usage.blocks(names)
             # What is only rounded passes no gradient on.
             blocks = {name: inside for name, inside in blocks.items() if not layers_in(name, list(skipped))}
-            refine_blocks(refiner, given, names, blocks)
+            with distributed.alone():  # learning is one step after the other: every process takes all of them
+                refine_blocks(refiner, given, names, blocks)
     return Refined(
         **{**vars(plain), "refine": effort},
         skipped=skipped,

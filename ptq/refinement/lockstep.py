@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ptq import distributed
+
 Seen = TypeVar("Seen")
 _here = threading.local()
 
@@ -79,21 +81,26 @@ def stop_here(place: str, seen: Any) -> None:
 def side_by_side(walkers: Sequence[Walker[Seen]], order: Sequence[str]) -> Iterator[tuple[str, list[Walker[Seen]]]]:
     """Every place with the walkers that wait there, first the one that comes first in ``order``.
 
-    Whoever waits there goes on when the next place is asked for.
+    Whoever waits there goes on when the next place is asked for. Processes that share the work go from place to place
+    together: one none of whose walkers is there comes along with an empty list.
     """
     rank = {place: index for index, place in enumerate(order)}
     try:
         for walker in walkers:
             walker.advance()
-        while waiting := [walker for walker in walkers if walker.place is not None]:
-            place = min((walker.place for walker in waiting if walker.place is not None), key=lambda name: rank[name])
-            there = [walker for walker in waiting if walker.place == place]
+        while waited_for := _of_all({walker.place for walker in walkers if walker.place is not None}):
+            place = min(waited_for, key=lambda name: rank[name])
+            there = [walker for walker in walkers if walker.place == place]
             yield place, there
             for walker in there:
                 walker.advance()
     finally:
         for walker in walkers:
             walker.abandon()
+
+
+def _of_all(places: set[str]) -> set[str]:
+    return set().union(*distributed.exchanged(places))
 
 
 class _AbandonedError(Exception):

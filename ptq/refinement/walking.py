@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ptq import channels
+from ptq import channels, distributed
 from ptq.batches import Call
 from ptq.calibration import Calibration
 from ptq.hooks import attached
@@ -99,7 +99,8 @@ def valid_tokens(call: Call) -> Tensor | None:
 def walk(ways: Sequence[Way], places: Sequence[str]) -> Iterator[tuple[str, list[Arrival]]]:
     """Each of the places, in the order of execution, with the batches that arrive there in both networks.
 
-    A place is met once: should some batches come there later than others, they pass.
+    A place is met once: should some batches come there later than others, they pass. Processes that share the work
+    meet each place together, each with the batches that it was given.
     """
     walkers = [
         (Walker[Call](way.through_reference, places), Walker[Call](way.through_quantized, places)) for way in ways
@@ -111,7 +112,7 @@ def walk(ways: Sequence[Way], places: Sequence[str]) -> Iterator[tuple[str, list
             for way, (reference, quantized) in zip(ways, walkers, strict=True)
             if reference.place == place and quantized.place == place and reference.seen and quantized.seen
         ]
-        if arrived and place not in met:
+        if place not in met and any(distributed.exchanged(bool(arrived))):
             met.add(place)
             yield place, arrived
 
@@ -133,14 +134,23 @@ class LayerRefiner:
                 self.refine_layer(name, arrived)
 
     def refine_layer(self, name: str, arrived: Sequence[Arrival]) -> None:
+        """Refine a layer on the rows of these batches, and of those that arrived in other processes."""
         float_layer, layer = self.networks.modules(name)
         assert isinstance(layer, channels.LAYER_TYPES) and isinstance(float_layer, channels.LAYER_TYPES)
-        per_sample = -(-self.rows // sum(arrival.way.samples for arrival in arrived))
+        samples = sum(distributed.exchanged(sum(arrival.way.samples for arrival in arrived)))
+        per_sample = -(-self.rows // samples)
 
         def rows_of(call: Call, way: Way) -> Tensor:
             x: Tensor = call.args[0] if call.args else call.kwargs["input"]
             return sampled_rows(x, layer, per_sample, first=way.first, seed=self.seed, valid=way.valid)
 
+        found = distributed.merged(
+            {
+                arrival.way.first: (rows_of(arrival.quantized, arrival.way), rows_of(arrival.reference, arrival.way))
+                for arrival in arrived
+            }
+        )
+        rows, float_rows = (torch.cat(parts, 1) for parts in zip(*found.values(), strict=True))
         quantizer = getattr(layer, ATTRIBUTE, None)
         assert quantizer is None or isinstance(quantizer, FakeQuantize)
         refine_layer(
@@ -149,8 +159,8 @@ class LayerRefiner:
             self.bits[name].weights,
             quantizer,
             extent=self._extent(name),
-            rows=torch.cat([rows_of(arrival.quantized, arrival.way) for arrival in arrived], 1),
-            float_rows=torch.cat([rows_of(arrival.reference, arrival.way) for arrival in arrived], 1),
+            rows=rows,
+            float_rows=float_rows,
         )
 
     def _extent(self, name: str) -> tuple[float, float] | None:
