@@ -54,9 +54,9 @@ def test_what_makes_no_sense_is_told_in_one_line(
     assert message in error and len(error.splitlines()) == 1
 
 
-def test_a_network_trained_for_a_scheme_is_evaluated_as_the_folders_own(folder: Path) -> None:
+def test_a_network_trained_for_a_scheme_is_the_folders_own_for_every_command(folder: Path) -> None:
     assert invoke(["calibrate", "--batches", "2", "--quiet"]) == 0
-    scheme = ["--bits", "W4A8", "--first-last", "8", "--override", "features.1.*=W6A6", "--symmetric"]
+    scheme = ["--bits", "W4A8", "--first-last", "8", "--override", "features.1.*=W6A8", "--symmetric"]
     training = ["--epochs", "1", "--images", "64", "--test-images", "60", "--name", "aware"]
     assert invoke(["train", "qat", *scheme, *training, "--use", "--quiet"]) == 0
     assert invoke(["evaluate", "--images", "60", "--error-batches", "1", "--quiet"]) == 0
@@ -64,3 +64,11 @@ def test_a_network_trained_for_a_scheme_is_evaluated_as_the_folders_own(folder: 
     assert evaluation["scheme"] == baseline["settings"]["scheme"]
     assert evaluation["scheme"]["first_last"] == 8 and evaluation["scheme"]["symmetric_activations"]
     assert evaluation["networks"][-1]["top1"] == pytest.approx(baseline["score"])
+
+    quick = ["--no-remedies", "--no-distances", "--samples", "32", "--error-batches", "1", "--quiet"]
+    assert invoke(["analyze", *quick]) == 0
+    analysis = content(folder / "analysis.json")
+    assert {layer["layer"] for layer in analysis["layers"]["layers"]} == set(evaluation["layers"])
+    assert invoke(["export", "--images", "60", "--quiet"]) == 0
+    agreement = content(folder / "export/export.json")["agreement"]
+    assert agreement["reference_top1"] == pytest.approx(baseline["score"]) and agreement["same_top1"] > 98
