@@ -44,13 +44,15 @@ class Call:
             yield self._between(start, start + size)
 
     def _between(self, start: int, stop: int) -> Call:
-        return self._mapped(lambda value: value[start:stop] if value.dim() else value)
+        return self.mapped(lambda value: value[start:stop] if value.dim() else value)
 
     def double(self) -> Call:
         """The batch in float64."""
-        return self._mapped(lambda value: value.double() if value.is_floating_point() else value)
+        return self.mapped(lambda value: value.double() if value.is_floating_point() else value)
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """The batch with each of its tensors changed, in the order of the arguments."""
+
         def changed(value: Any) -> Any:
             return change(value) if isinstance(value, Tensor) else value
 

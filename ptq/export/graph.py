@@ -146,7 +146,7 @@ def to_onnx(model: nn.Module, example: Call, *, opset: int = DEFAULT_OPSET) -> F
 
 def _two_samples(example: Call) -> Call:
     """The example with at least two samples: a batch of one would be traced as a constant."""
-    return example if example.samples != 1 else example._mapped(lambda value: torch.cat([value, value]))
+    return example if example.samples != 1 else example.mapped(lambda value: torch.cat([value, value]))
 
 
 def _dynamic_batch(model: nn.Module, example: Call) -> dict[str, Any]:

@@ -143,4 +143,4 @@ def _resized(example: Call, size: int) -> Call:
     def resized(value: Tensor) -> Tensor:
         return value[torch.arange(size) % len(value)] if value.dim() else value
 
-    return example._mapped(resized)
+    return example.mapped(resized)

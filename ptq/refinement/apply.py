@@ -20,6 +20,7 @@ from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.refinement.blocks import refine_blocks
 from ptq.refinement.memory import peak_memory
+from ptq.refinement.network import refine_network
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
 from ptq.refinement.walking import LayerRefiner, Networks, ways_through
 
@@ -36,6 +37,7 @@ class Refined(Quantized):
 
     skipped: dict[str, str] = field(default_factory=dict)  # layer → why it is only rounded
     blocks: dict[str, list[str]] = field(default_factory=dict)  # what was learned as a whole → its layers
+    learned_as_a_whole: bool = False  # after its blocks
     samples: int = 0  # that it was refined on
     peak_memory: int | None = None  # bytes that the process took at most until it was refined
 
@@ -58,8 +60,8 @@ def refine(
     In the order of execution each layer gets the rows that arrive in the quantized network, made of the layers
     refined so far, and those of the float one. On a sample of them are chosen: the range of the input, the weight by
     ridge least squares towards the float output, its rounding with compensation, its scales, and the bias, such that
-    the mean residual is zero. With the effort ``best`` the layers of each block are then learned together. The same
-    seed and batches give the same network.
+    the mean residual is zero. With the effort ``best`` the layers of each block are then learned together, and those
+    of the whole network in the end. The same seed and batches give the same network.
 
     The first ``samples`` of the batches are used, fewer where their maps would take more than ``memory`` bytes; each
     layer sees about ``rows`` rows.
@@ -82,6 +84,7 @@ def refine(
         names = [name for name in usage.layers if name in plain.bits and name not in skipped]
         refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
         blocks: dict[str, list[str]] = {}
+        whole = False
         if effort == "fast":
             ways = ways_through(networks, given)
             refiner.refine([way for number, way in enumerate(ways) if distributed.is_mine(number)], names)
@@ -91,10 +94,13 @@ def refine(
             blocks = {name: inside for name, inside in blocks.items() if not layers_in(name, list(skipped))}
             with distributed.alone():  # learning is one step after the other: every process takes all of them
                 refine_blocks(refiner, given, names, blocks)
+                if not skipped:
+                    whole = refine_network(refiner, given, names)
     return Refined(
         **{**vars(plain), "refine": effort},
         skipped=skipped,
         blocks=blocks,
+        learned_as_a_whole=whole,
         samples=sum(call.samples for call in given),
         peak_memory=peak_memory(),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ptq import channels
 from ptq.batches import Call
-from ptq.refinement.learning import Recipe, fresh, learn
+from ptq.refinement.learning import Recipe, drawn_parts, fresh, learn
 from ptq.refinement.walking import Arrival, LayerRefiner, Networks, Way, walk, ways_through
 
 RECIPE = Recipe(steps=400)
@@ -20,11 +21,7 @@ RECIPE = Recipe(steps=400)
 def refine_blocks(
     refiner: LayerRefiner, given: Sequence[Call], names: Sequence[str], blocks: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refine these layers in the order of execution; those of a block are learned before the next one starts.
-
-    The network as a whole isn't learned: on the images that it was trained on its logits say too little, and what
-    they teach doesn't reach others.
-    """
+    """Refine these layers in the order of execution; those of a block are learned before the next one starts."""
     block_of = {layer: block for block, layers in blocks.items() for layer in layers}
     places = list(dict.fromkeys(block_of.get(name, name) for name in names))
     alone = [name for name in names if name not in block_of]
@@ -49,31 +46,37 @@ def _refine_block(refiner: LayerRefiner, block: str, names: Sequence[str], arriv
     refiner.refine(ways, names)
     given = [arrival.quantized for arrival in arrived]
     targets = [fresh(arrival.reference).run(reference) for arrival in arrived]
-    before, error = copy.deepcopy(quantized.state_dict()), squared_error(quantized, given, targets)
-    _learn_and_round(refiner, block, names, ways, given, targets)
-    if squared_error(quantized, given, targets) >= error:
-        quantized.load_state_dict(before)
+    with kept_if_better(quantized, partial(squared_error, quantized, list(zip(given, targets, strict=True)))):
+        examples = drawn_parts(given, targets, RECIPE, refiner.seed)
+        learn_and_round(refiner, block, names, ways, given, examples, RECIPE)
 
 
-def _learn_and_round(
+@contextmanager
+def kept_if_better(module: nn.Module, error: Callable[[], float]) -> Iterator[None]:
+    """What is changed inside stays only if the error is less than before."""
+    before, error_before = copy.deepcopy(module.state_dict()), error()
+    yield
+    if not error() < error_before:
+        module.load_state_dict(before)
+
+
+def learn_and_round(
     refiner: LayerRefiner,
     block: str,
     names: Sequence[str],
     ways: Sequence[Way],
     given: Sequence[Call],
-    targets: Sequence[Tensor],
+    examples: Iterable[tuple[Call, Tensor]],
+    recipe: Recipe,
 ) -> None:
-    """Learn the block, then round its weights again: towards the learned block in place of the float one."""
+    """Learn a block, then round its weights again: towards the learned block in place of the float one.
+
+    ``given`` are the block's calls, one for each way. The block "" is the whole network.
+    """
     quantized = refiner.networks.quantized.get_submodule(block)
-    within = [name.removeprefix(f"{block}.") for name in names]
-    learn(
-        quantized,
-        {name: layer for name, layer in channels.layers_of(quantized) if name in within},
-        given,
-        targets,
-        RECIPE,
-        refiner.seed,
-    )
+    within = [name.removeprefix(f"{block}.") if block else name for name in names]
+    layers = {name: layer for name, layer in channels.layers_of(quantized) if name in within}
+    learn(quantized, layers, examples, recipe)
     learned = copy.deepcopy(quantized)
     rounder = LayerRefiner(
         Networks(learned, quantized),
@@ -95,7 +98,6 @@ def _learn_and_round(
     )
 
 
-def squared_error(block: nn.Module, given: Sequence[Call], targets: Sequence[Tensor]) -> float:
-    """Of what the block answers to these calls."""
-    errors = (fresh(call).run(block) - target for call, target in zip(given, targets, strict=True))
-    return sum(float(error.square().sum()) for error in errors)
+def squared_error(block: nn.Module, examples: Iterable[tuple[Call, Tensor]]) -> float:
+    """Of what the block answers."""
+    return sum(float((fresh(call).run(block) - target).square().sum()) for call, target in examples)

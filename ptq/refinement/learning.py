@@ -7,11 +7,11 @@ grid: moved on it by such gradients they end up worse than compensated rounding 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from ptq import channels
 from ptq.batches import Call
 from ptq.formats import affine
 from ptq.quantization.modules import ATTRIBUTE, FakeQuantize
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,35 +37,37 @@ class Recipe:
 
 
 def learn(
-    block: nn.Module,
-    layers: Mapping[str, channels.Layer],
-    given: Sequence[Call],
-    targets: Sequence[Tensor],
-    recipe: Recipe,
-    seed: int = 0,
+    block: nn.Module, layers: Mapping[str, channels.Layer], examples: Iterable[tuple[Call, Tensor]], recipe: Recipe
 ) -> None:
-    """Move the weights, biases and input scales of a block's layers to bring its outputs to the targets.
+    """Move the weights, biases and input scales of a block's layers: each example is a call and what to answer.
 
-    The loss is the squared error of the block's output, minimised by Adam over parts of the given calls. The weights
+    The loss is the squared error of the block's output, minimised by Adam in one step for each example. The weights
     leave their grid: they are to be rounded again. ``layers`` are by name within the block.
     """
-    generator = torch.Generator().manual_seed(seed)
-    parts = [part for pair in zip(given, targets, strict=True) for part in _parts(*pair, recipe.samples)]
-    energy = sum(float(target.square().sum()) for target in targets) / sum(target.numel() for target in targets)
+    energy = 0.0  # of the first target: the scale of the loss matters to nothing but the rounding of its gradients
     with torch.enable_grad(), _learned_inputs(layers) as inputs:
         learned = [_LearnedLayer(name, layer, inputs.get(name)) for name, layer in layers.items()]
         optimizer = torch.optim.Adam(_parameters(learned, inputs, recipe))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.steps)
-        for call, target in _shuffled(parts, recipe.steps, generator):
+        for call, target in examples:
             overrides = {key: value for layer in learned for key, value in layer.parameters().items()}
             ours = fresh(call)
             output = functional_call(block, overrides, ours.args, ours.kwargs)
+            energy = energy or float(target.square().mean()) or 1.0
             optimizer.zero_grad()
             ((output - target).square().mean() / energy).backward()
             optimizer.step()
             schedule.step()
         for layer in learned:
             layer.write()
+
+
+def drawn_parts(
+    given: Sequence[Call], targets: Sequence[Tensor], recipe: Recipe, seed: int
+) -> Iterator[tuple[Call, Tensor]]:
+    """As many examples as the recipe has steps: parts of these calls, in random order."""
+    parts = [part for pair in zip(given, targets, strict=True) for part in parts_of(*pair, recipe.samples)]
+    return shuffled(parts, recipe.steps, torch.Generator().manual_seed(seed))
 
 
 def fresh(call: Call) -> Call:
@@ -195,7 +199,7 @@ def _parameters(
     ]
 
 
-def _parts(call: Call, target: Tensor, size: int) -> Iterator[tuple[Call, Tensor]]:
+def parts_of(call: Call, target: Tensor, size: int) -> Iterator[tuple[Call, Tensor]]:
     """A call and its output in parts of so many samples.
 
     Cut is what has as many entries as the output; a mask or an embedding for all samples goes with each part.
@@ -212,9 +216,7 @@ def _cut(value: Any, samples: int, start: int, stop: int) -> Any:
     return value[start:stop] if isinstance(value, Tensor) and value.dim() and len(value) == samples else value
 
 
-def _shuffled(
-    parts: Sequence[tuple[Call, Tensor]], steps: int, generator: torch.Generator
-) -> Iterator[tuple[Call, Tensor]]:
+def shuffled(parts: Sequence[Part], steps: int, generator: torch.Generator) -> Iterator[Part]:
     """So many parts, in a new random order each time all of them have come."""
     for _ in range(math.ceil(steps / len(parts))):
         for index in torch.randperm(len(parts), generator=generator).tolist()[:steps]:

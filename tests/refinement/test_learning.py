@@ -16,7 +16,8 @@ from ptq.batches import Call
 from ptq.errors import InputError
 from ptq.quantization import Bits, FakeQuantize, Scheme
 from ptq.refinement import blocks, refine
-from ptq.refinement.learning import Recipe, _parts, learn, straight_through
+from ptq.refinement import network as whole
+from ptq.refinement.learning import Recipe, drawn_parts, learn, parts_of, straight_through
 from ptq.refinement.usage import look_at_usage
 
 W3A3 = Scheme(bits=Bits(3, 3))
@@ -51,6 +52,7 @@ def network() -> nn.Module:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "RECIPE", replace(blocks.RECIPE, steps=20))
+    monkeypatch.setattr(whole, "RECIPE", replace(whole.RECIPE, steps=20))
 
 
 def images(seed: int, count: int = 64) -> list[Tensor]:
@@ -126,16 +128,16 @@ def test_learning_brings_a_block_closer(network: nn.Module) -> None:
     quantized = ptq.quantization.quantize(block, ptq.calibrate(block, seen), bits="W3A3").model
     before = [distance(quantized, block, batches) for batches in (seen, others)]
     calls = [Call((batch,), {}, None) for batch in seen]
-    learn(quantized, dict(channels.layers_of(quantized)), calls, targets, Recipe(steps=100))
+    recipe = Recipe(steps=100)
+    learn(quantized, dict(channels.layers_of(quantized)), drawn_parts(calls, targets, recipe, 0), recipe)
     after = [distance(quantized, block, batches) for batches in (seen, others)]
     assert after[0] < 0.5 * before[0] and after[1] < 0.5 * before[1]
 
 
-def test_a_block_that_learning_makes_worse_is_left_as_it_was(
-    network: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_learning_makes_worse_is_left_as_it_was(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = ptq.calibrate(network, images(0))
-    monkeypatch.setattr(blocks, "RECIPE", Recipe(steps=5, weights=100.0, scales=5.0, biases=100.0))
+    for module in (blocks, whole):
+        monkeypatch.setattr(module, "RECIPE", Recipe(steps=5, weights=100.0, scales=5.0, biases=100.0))
     fast, best = (refine(network, calibration, W3A3, images(0), effort).model for effort in ("fast", "best"))
     assert all(torch.equal(value, best.state_dict()[key]) for key, value in fast.state_dict().items())
 
@@ -145,7 +147,51 @@ def test_best_learns_each_block(network: nn.Module) -> None:
     calibration = ptq.calibrate(network, images(0, 256))
     fast, best = (refine(network, calibration, W3A3, images(0, 256), effort) for effort in ("fast", "best"))
     assert list(best.blocks) == ["stage.0", "stage.1"] and fast.blocks == {}
-    assert torch.equal(best.model.stem.weight, fast.model.stem.weight)
+    assert best.learned_as_a_whole and not fast.learned_as_a_whole
+
+
+def test_learning_the_whole_network_brings_it_closer(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On images that it hasn't seen, where the blocks were not learned before."""
+    monkeypatch.setattr(blocks, "RECIPE", Recipe(steps=1, weights=0.0, scales=0.0, biases=0.0))
+    monkeypatch.setattr(whole, "RECIPE", Recipe(steps=150))
+    calibration, scheme = ptq.calibrate(network, images(0, 256)), Scheme(bits=Bits(4, 3))
+    fast, best = (refine(network, calibration, scheme, images(0, 256), effort).model for effort in ("fast", "best"))
+    assert distance(best, network, images(1, 256)) < 0.9 * distance(fast, network, images(1, 256))
+
+
+def test_variations_lie_between_two_samples() -> None:
+    x = torch.arange(40.0).view(40, 1)
+    double = nn.Linear(1, 1)
+    nn.init.constant_(double.weight, 2.0), nn.init.zeros_(double.bias)
+    found = list(whole.variations(double, [Call((part,), {}, None) for part in x.split(16)], 30, seed=0))
+    assert [len(target) for _, target in found[:3]].count(8) == 1  # the last part is smaller, and comes along
+    values = torch.cat([call.args[0] for call, _ in found])
+    assert float(values.min()) >= 0 and float(values.max()) <= 39
+    whole_numbers = float((values == values.round()).float().mean())
+    assert 0.4 < whole_numbers < 0.6  # half of the samples come as they are
+    assert all(torch.equal(target, 2 * call.args[0]) for call, target in found)
+    again = whole.variations(double, [Call((part,), {}, None) for part in x.split(16)], 30, seed=0)
+    assert all(torch.equal(one[0].args[0], other[0].args[0]) for one, other in zip(found, again, strict=True))
+
+
+def test_images_are_shifted_and_mirrored() -> None:
+    column = torch.arange(16.0).expand(64, 1, 8, 16)  # each pixel tells its column
+    call = whole._moved(Call((column, torch.arange(64.0)), {}, None), torch.Generator().manual_seed(0))
+    moved, untouched = call.args
+    assert torch.equal(untouched, torch.arange(64.0)) and moved.shape == column.shape
+    steps = moved[:, 0, 0, 1:] - moved[:, 0, 0, :-1]
+    assert 20 < int((steps.mean(1) < 0).sum()) < 44  # half of them
+    middle = {float(image[0, 0, 8]) for image in moved}
+    assert middle <= {5.0, 6.0, 7.0, 8.0, 9.0, 10.0} and len(middle) > 3  # two to each side, and mirrored
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_tokens_are_not_mixed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    tokens = [torch.randint(0, 10, (16, 4)) for _ in range(4)]
+    refined = refine(model, ptq.calibrate(model, tokens), W3A3, tokens, "best")
+    assert refined.samples == 64 and not refined.learned_as_a_whole
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -188,7 +234,7 @@ def test_blocks_that_change_their_input_in_place(network: nn.Module) -> None:
 
 def test_only_what_belongs_to_samples_is_cut() -> None:
     mask, x = torch.ones(3, 3), torch.arange(10.0)
-    parts = list(_parts(Call((x, (x, "word")), {"mask": mask}, None), x[:, None], 4))
+    parts = list(parts_of(Call((x, (x, "word")), {"mask": mask}, None), x[:, None], 4))
     assert [call.args[0].tolist() for call, _ in parts] == [x[:4].tolist(), x[4:8].tolist(), x[8:].tolist()]
     assert [len(target) for _, target in parts] == [4, 4, 2]
     assert all(call.kwargs["mask"] is mask and len(call.args[1][0]) == len(target) for call, target in parts)
