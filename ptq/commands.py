@@ -107,7 +107,9 @@ def quantize(
     ] = None,
     refine: Annotated[
         str,
-        typer.Option(help="none: rounded to nearest; fast: layer by layer, seconds; best: blocks and network learned, minutes."),
+        typer.Option(
+            help="none: rounded to nearest; fast: layer by layer, seconds; best: blocks and network learned, minutes."
+        ),
     ] = "fast",
     budget: Annotated[
         float | None, typer.Option(help="Mixed precision: so many bits a weight on average, 2 to 8; by layer.")

@@ -22,20 +22,24 @@ from ptq.refinement.walking import LayerRefiner, ways_through
 
 RECIPE = Recipe(steps=2400, weights=0.004, scales=0.001, biases=0.001)
 _JUDGES = 16  # variations of so many samples as a step has, which are not learned from
+_CLOSE = 0.01  # of the answers' variance: an error below it is left as it is
 _SHIFT = 1 / 8  # of an image's height and width, at most
 
 
 def refine_network(refiner: LayerRefiner, given: Sequence[Call], names: Sequence[str]) -> bool:
-    """Learn these layers together and round them again; whether that was possible.
+    """Learn these layers together and round them again; whether that was tried.
 
-    It needs samples that can be mixed, which token numbers can't, and one tensor for an answer. What was learned
-    stays only if it is closer to the float network on other variations.
+    It needs samples that can be mixed, which token numbers can't, one tensor for an answer, and something to learn.
+    What was learned stays only if it is closer to the float network on other variations.
     """
     reference, quantized = refiner.networks.both
     if not all(map(_can_be_mixed, given)) or not isinstance(given[0].first(1).run(reference), Tensor):
         return False
     parts = [part for call in given for part in replace(call, labels=None).split(RECIPE.samples)]
     judges = list(variations(reference, parts, _JUDGES, refiner.seed + 1))
+    variance = sum(float((answer - answer.mean(0)).square().sum()) for _, answer in judges)
+    if squared_error(quantized, judges) < _CLOSE * variance:
+        return False
     with kept_if_better(quantized, partial(squared_error, quantized, judges)):
         examples = variations(reference, parts, RECIPE.steps, refiner.seed)
         learn_and_round(refiner, "", names, ways_through(refiner.networks, given), given, examples, RECIPE)

@@ -186,6 +186,16 @@ def test_images_are_shifted_and_mirrored() -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
+def test_what_is_close_is_not_learned_as_a_whole(network: nn.Module) -> None:
+    calibration = ptq.calibrate(network, images(0))
+    learned = [
+        refine(network, calibration, Scheme(bits=Bits(bits, bits)), images(0), "best").learned_as_a_whole
+        for bits in (8, 3)
+    ]
+    assert learned == [False, True]
+
+
+@pytest.mark.usefixtures("few_steps")
 def test_tokens_are_not_mixed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
