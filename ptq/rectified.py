@@ -64,5 +64,7 @@ def _steps(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether the module does what this kind does and nothing else."""
+    if not isinstance(module, kind):  # scripted modules are of no such kind, and have no forward to look at
+        return False
     own = type(module).forward is kind.forward and "forward" not in vars(module)
     return own and not module._forward_pre_hooks and not module._forward_hooks
