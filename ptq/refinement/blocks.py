@@ -47,8 +47,7 @@ def _refine_block(refiner: LayerRefiner, block: str, names: Sequence[str], arriv
     given = [arrival.quantized for arrival in arrived]
     targets = [fresh(arrival.reference).run(reference) for arrival in arrived]
     with kept_if_better(quantized, partial(squared_error, quantized, list(zip(given, targets, strict=True)))):
-        examples = drawn_parts(given, targets, RECIPE, refiner.seed)
-        learn_and_round(refiner, block, names, ways, given, examples, RECIPE)
+        _learn_and_round(refiner, block, names, ways, given, targets)
 
 
 @contextmanager
@@ -60,23 +59,22 @@ def kept_if_better(module: nn.Module, error: Callable[[], float]) -> Iterator[No
         module.load_state_dict(before)
 
 
-def learn_and_round(
+def _learn_and_round(
     refiner: LayerRefiner,
     block: str,
     names: Sequence[str],
     ways: Sequence[Way],
     given: Sequence[Call],
-    examples: Iterable[tuple[Call, Tensor]],
-    recipe: Recipe,
+    targets: Sequence[Tensor],
 ) -> None:
     """Learn a block, then round its weights again: towards the learned block in place of the float one.
 
-    ``given`` are the block's calls, one for each way. The block "" is the whole network.
+    ``given`` are the block's calls, one for each way, and ``targets`` what the float one answers.
     """
     quantized = refiner.networks.quantized.get_submodule(block)
-    within = [name.removeprefix(f"{block}.") if block else name for name in names]
+    within = [name.removeprefix(f"{block}.") for name in names]
     layers = {name: layer for name, layer in channels.layers_of(quantized) if name in within}
-    learn(quantized, layers, examples, recipe)
+    learn(quantized, layers, drawn_parts(given, targets, RECIPE, refiner.seed), RECIPE)
     learned = copy.deepcopy(quantized)
     rounder = LayerRefiner(
         Networks(learned, quantized),

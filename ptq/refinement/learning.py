@@ -1,7 +1,8 @@
 """Layers learned together: weights, biases and the scales of inputs, towards what the float layers give, unlabelled.
 
-Inputs are quantized while learning, and rounding passes the gradient straight through (LSQ). Weights leave their
-grid: moved on it by such gradients they end up worse than compensated rounding left them, at a few hundred steps.
+Inputs are quantized while learning, and rounding passes the gradient straight through (LSQ). Weights may leave their
+grid, to be rounded again: moved on it by such gradients they end up worse than compensated rounding left them, at a few
+hundred steps. With a few thousand, and a network of layers to round again, they had better stay on it.
 """
 
 from __future__ import annotations
@@ -37,16 +38,23 @@ class Recipe:
 
 
 def learn(
-    block: nn.Module, layers: Mapping[str, channels.Layer], examples: Iterable[tuple[Call, Tensor]], recipe: Recipe
+    block: nn.Module,
+    layers: Mapping[str, channels.Layer],
+    examples: Iterable[tuple[Call, Tensor]],
+    recipe: Recipe,
+    *,
+    bits: Mapping[str, int | None] | None = None,
 ) -> None:
     """Move the weights, biases and input scales of a block's layers: each example is a call and what to answer.
 
-    The loss is the squared error of the block's output, minimised by Adam in one step for each example. The weights
-    leave their grid: they are to be rounded again. ``layers`` are by name within the block.
+    The loss is the squared error of the block's output, minimised by Adam in one step for each example. ``layers`` are
+    by name within the block. Weights stay on the grid of so many ``bits``, where a layer has any there; the others
+    leave theirs.
     """
     energy = 0.0  # of the first target: the scale of the loss matters to nothing but the rounding of its gradients
     with torch.enable_grad(), _learned_inputs(layers) as inputs:
-        learned = [_LearnedLayer(name, layer, inputs.get(name)) for name, layer in layers.items()]
+        held = bits or {}
+        learned = [_LearnedLayer(name, layer, inputs.get(name), held.get(name)) for name, layer in layers.items()]
         optimizer = torch.optim.Adam(_parameters(learned, inputs, recipe))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.steps)
         for call, target in examples:
@@ -136,14 +144,16 @@ class _LearnedInput(nn.Module):
 
 
 class _LearnedLayer:
-    """What is learned of one layer: a change of its weight and a shift of its bias.
+    """What is learned of one layer: a change of its weight, rounded if it has bits, and a shift of its bias.
 
     Both are in units that make one rate fit all: the weight's in steps of its grid, or shares of its mean size where
     it has none; the bias's in such steps times the range of the input.
     """
 
-    def __init__(self, name: str, layer: channels.Layer, quantized_input: _LearnedInput | None) -> None:
-        self._prefix, self._layer = f"{name}." if name else "", layer
+    def __init__(
+        self, name: str, layer: channels.Layer, quantized_input: _LearnedInput | None, bits: int | None
+    ) -> None:
+        self._prefix, self._layer, self._bits = f"{name}." if name else "", layer, bits
         scale = getattr(layer, "weight_scale", None)
         self._step = layer.weight.detach().abs().mean().expand(channels.output_channels(layer))  # [O]
         if isinstance(scale, Tensor):
@@ -155,7 +165,10 @@ class _LearnedLayer:
     def parameters(self) -> dict[str, Tensor]:
         """To run the layer with, by name within the block."""
         step = channels.over_outputs(self._step, self._layer.weight, self._layer)
-        found = {f"{self._prefix}weight": self._layer.weight.detach() + self.change * step}
+        weight = self._layer.weight.detach() + self.change * step
+        if self._bits is not None:
+            weight = straight_through(weight, step, *affine.code_range(self._bits, symmetric=True))
+        found = {f"{self._prefix}weight": weight}
         if self._layer.bias is not None:
             found[f"{self._prefix}bias"] = self._layer.bias.detach() + self.shift * self._shift_unit
         return found

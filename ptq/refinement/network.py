@@ -15,19 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptq import channels
 from ptq.batches import Call
-from ptq.refinement.blocks import kept_if_better, learn_and_round, squared_error
-from ptq.refinement.learning import Recipe, fresh, shuffled
-from ptq.refinement.walking import LayerRefiner, ways_through
+from ptq.refinement.blocks import kept_if_better, squared_error
+from ptq.refinement.learning import Recipe, fresh, learn, shuffled
+from ptq.refinement.walking import LayerRefiner
 
-RECIPE = Recipe(steps=2400, weights=0.004, scales=0.001, biases=0.001)
+RECIPE = Recipe(steps=1600, weights=0.004, scales=0.00025, biases=0.00025)
 _JUDGES = 16  # variations of so many samples as a step has, which are not learned from
 _CLOSE = 0.01  # of the answers' variance: an error below it is left as it is
 _SHIFT = 1 / 8  # of an image's height and width, at most
 
 
 def refine_network(refiner: LayerRefiner, given: Sequence[Call], names: Sequence[str]) -> bool:
-    """Learn these layers together and round them again; whether that was tried.
+    """Learn these layers together, their weights on their grids; whether that was tried.
 
     It needs samples that can be mixed, which token numbers can't, one tensor for an answer, and something to learn.
     What was learned stays only if it is closer to the float network on other variations.
@@ -42,7 +43,8 @@ def refine_network(refiner: LayerRefiner, given: Sequence[Call], names: Sequence
         return False
     with kept_if_better(quantized, partial(squared_error, quantized, judges)):
         examples = variations(reference, parts, RECIPE.steps, refiner.seed)
-        learn_and_round(refiner, "", names, ways_through(refiner.networks, given), given, examples, RECIPE)
+        layers = {name: layer for name, layer in channels.layers_of(quantized) if name in names}
+        learn(quantized, layers, examples, RECIPE, bits={name: refiner.bits[name].weights for name in names})
     return True
 
 

@@ -134,6 +134,23 @@ def test_learning_brings_a_block_closer(network: nn.Module) -> None:
     assert after[0] < 0.5 * before[0] and after[1] < 0.5 * before[1]
 
 
+def test_weights_that_have_bits_are_learned_on_their_grid() -> None:
+    """Towards another layer, so that codes have to change."""
+    torch.manual_seed(0)
+    layer, other, x = nn.Linear(16, 4), nn.Linear(16, 4), torch.randn(256, 16)
+    targets, recipe = [other(x).detach()], Recipe(steps=300)
+    for bits in (3, None):
+        found = ptq.quantization.quantize(layer, ptq.calibrate(layer, [x]), bits="W3").model
+        before, scale = found.weight.detach().clone(), found.weight_scale[:, None]
+        examples = drawn_parts([Call((x,), {}, None)], targets, recipe, 0)
+        learn(found, {"": found}, examples, recipe, bits={"": bits})
+        assert distance(found, other, [x]) < 0.3 * distance(layer, other, [x])
+        steps = (found.weight / scale).detach()
+        assert float((steps - before / scale).abs().max()) > 1.9
+        assert torch.allclose(steps, steps.round(), atol=1e-5) == (bits is not None)
+        assert bits is None or float(steps.abs().max()) < 3 + 1e-5
+
+
 def test_what_learning_makes_worse_is_left_as_it_was(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = ptq.calibrate(network, images(0))
     for module in (blocks, whole):
@@ -153,7 +170,7 @@ def test_best_learns_each_block(network: nn.Module) -> None:
 def test_learning_the_whole_network_brings_it_closer(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """On images that it hasn't seen, where the blocks were not learned before."""
     monkeypatch.setattr(blocks, "RECIPE", Recipe(steps=1, weights=0.0, scales=0.0, biases=0.0))
-    monkeypatch.setattr(whole, "RECIPE", Recipe(steps=150))
+    monkeypatch.setattr(whole, "RECIPE", Recipe(steps=400))
     calibration, scheme = ptq.calibrate(network, images(0, 256)), Scheme(bits=Bits(4, 3))
     fast, best = (refine(network, calibration, scheme, images(0, 256), effort).model for effort in ("fast", "best"))
     assert distance(best, network, images(1, 256)) < 0.9 * distance(fast, network, images(1, 256))
