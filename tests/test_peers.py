@@ -25,7 +25,7 @@ ADAPTERS = sorted(path for path in (SCRIPTS / "peers").glob("*.py") if path.stem
 FAILING = """
 REQUIREMENTS = None
 RECIPES = {"by hand": ("W4A4", "W3A3")}
-def quantize(model, batches, weights, activations, recipe):
+def quantize(model, batches, bits, recipe):
     raise RuntimeError("out of ideas\\nand more")
 """
 NOT_INSTALLABLE = FAILING.replace("None", '("no-such-toolkit-of-ptq==1.0",)')

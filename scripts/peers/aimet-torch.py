@@ -17,15 +17,18 @@ REQUIREMENTS = (
     "torchvision==0.28.0",
     "onnxscript==0.7.2",
 )
+WIDTHS = ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8")
 RECIPES = {
-    "AdaRound, 1,000 iterations": ("W8A8", "W4A8", "W4A4", "W3A3"),
-    "TF-enhanced ranges": ("W8A8", "W4A8", "W4A4", "W3A3"),
+    "AdaRound, 1,000 iterations": WIDTHS,
+    "TF-enhanced ranges": WIDTHS,
 }
 ITERATIONS = 1000
+OUTER = ("conv1", "linear")  # the first and the last layer
+READ_BY_OUTER = ("conv1", "layer3.2.relu2", "pool")  # whose quantizers are on the way to them
 LEAST = 4  # bits that it accepts as a default; fewer are set on the quantizers
 
 
-def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Any:
+def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Any:
     import logging
 
     import torch
@@ -67,7 +70,8 @@ def quantize(model: Any, batches: list[Any], weights: int, activations: int, rec
                 parameters,
                 path=folder,
                 filename_prefix="rounded",
-                default_param_bw=weights,
+                default_param_bw=bits.weights,
+                param_bw_override_list=[(model.get_submodule(name), bits.outer) for name in OUTER if bits.outer],
                 default_quant_scheme=scheme,
                 default_config_file=configuration,
             )
@@ -75,11 +79,11 @@ def quantize(model: Any, batches: list[Any], weights: int, activations: int, rec
             model,
             dummy_input=example,
             quant_scheme=scheme,
-            default_output_bw=max(activations, LEAST),
-            default_param_bw=max(weights, LEAST),
+            default_output_bw=max(bits.activations, LEAST),
+            default_param_bw=max(bits.weights, LEAST),
             config_file=configuration,
         )
-        place_and_set(simulation.model, weights, activations)
+        place_and_set(simulation.model, bits)
         if "AdaRound" in recipe:
             simulation.set_and_freeze_param_encodings(str(Path(folder) / "rounded.encodings"))
     simulation.compute_encodings(calibrate)
@@ -118,7 +122,8 @@ def with_additions_as_modules(model: Any) -> Any:
     return traced.eval()
 
 
-def place_and_set(model: Any, weights: int, activations: int) -> None:
+def place_and_set(model: Any, bits: Any) -> None:
+    outer = bits.outer or bits.weights, bits.outer or bits.activations
     for name, module in model.named_modules():
         if not hasattr(module, "param_quantizers"):
             continue
@@ -126,10 +131,10 @@ def place_and_set(model: Any, weights: int, activations: int) -> None:
             module.output_quantizers[0] = None
         for parameter, quantizer in module.param_quantizers.items():
             if quantizer is not None and parameter == "weight":
-                quantizer.bitwidth = weights
+                quantizer.bitwidth = outer[0] if name in OUTER else bits.weights
         for quantizer in (*module.input_quantizers, *module.output_quantizers):
             if quantizer is not None:
-                quantizer.bitwidth = activations
+                quantizer.bitwidth = outer[1] if name in READ_BY_OUTER else bits.activations
 
 
 def export(network: Network, batches: list[Any], path: Path) -> None:

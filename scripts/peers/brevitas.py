@@ -18,9 +18,10 @@ REQUIREMENTS = (
     "onnxscript==0.7.2",
     "onnxoptimizer==0.4.2",
 )
+WIDTHS = ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8")
 RECIPES = {
-    "MSE ranges, Qronos, bias correction": ("W8A8", "W4A8", "W4A4", "W3A3"),
-    "MSE ranges": ("W8A8", "W4A8", "W4A4", "W3A3"),
+    "MSE ranges, Qronos, bias correction": WIDTHS,
+    "MSE ranges": WIDTHS,
 }
 QRONOS_BATCH = 256
 
@@ -38,7 +39,7 @@ class Network:
             return self.model(images)
 
 
-def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Network:
+def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Network:
     import brevitas_examples.imagenet_classification.ptq.ptq_common as common
     import torch
     from brevitas.graph.quantize import layerwise_quantize, preprocess_for_quantize
@@ -46,7 +47,27 @@ def quantize(model: Any, batches: list[Any], weights: int, activations: int, rec
     common.tqdm = lambda values, *_, **__: values
     labelled = [(batch, torch.zeros(len(batch))) for batch in batches]
     model = preprocess_for_quantize(model, equalize_iters=0, merge_bn=True)
-    _, layer_map, *_ = common.create_quant_maps(
+    outer = [] if bits.outer is None else ["conv1", "linear"]
+    model = layerwise_quantize(model, compute_layer_map=layer_map(bits.weights, bits.activations), name_blacklist=outer)
+    if bits.outer is not None:  # the only ones that are still float
+        model = layerwise_quantize(model, compute_layer_map=layer_map(bits.outer, bits.outer))
+    model.eval()
+    with torch.no_grad():
+        model(batches[0])
+    common.calibrate(labelled, model)
+    if "Qronos" in recipe:
+        larger = [(batch, torch.zeros(len(batch))) for batch in torch.cat(batches).split(QRONOS_BATCH)]
+        common.apply_qronos(model, larger, act_order=True)
+        common.apply_bias_correction(labelled, model)
+    return Network(model.eval())
+
+
+def layer_map(weights: int, activations: int) -> Any:
+    """What brevitas puts in the place of each kind of layer."""
+    import torch
+    from brevitas_examples.imagenet_classification.ptq.ptq_common import create_quant_maps
+
+    _, found, *_ = create_quant_maps(
         dtype=torch.float32,
         device="cpu",
         bias_bit_width=None,
@@ -66,15 +87,7 @@ def quantize(model: Any, batches: list[Any], weights: int, activations: int, rec
         act_quant_granularity="per_tensor",
         act_quant_percentile=99.999,
     )
-    model = layerwise_quantize(model, compute_layer_map=layer_map).eval()
-    with torch.no_grad():
-        model(batches[0])
-    common.calibrate(labelled, model)
-    if "Qronos" in recipe:
-        larger = [(batch, torch.zeros(len(batch))) for batch in torch.cat(batches).split(QRONOS_BATCH)]
-        common.apply_qronos(model, larger, act_order=True)
-        common.apply_bias_correction(labelled, model)
-    return Network(model.eval())
+    return found
 
 
 def export(network: Network, batches: list[Any], path: Path) -> None:

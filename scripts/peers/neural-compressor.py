@@ -31,7 +31,7 @@ class Loader:
         return len(self.batches)
 
 
-def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Any:
+def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Any:
     from neural_compressor import PostTrainingQuantConfig, quantization
 
     configuration = PostTrainingQuantConfig(

@@ -29,7 +29,7 @@ class Network:
         return self.run(images)
 
 
-def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Network:
+def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Network:
     import nncf
     import onnx
     from protocol import float_onnx

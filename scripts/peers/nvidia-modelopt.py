@@ -20,15 +20,17 @@ REQUIREMENTS = (
     "onnx==1.23.2",
     "onnxscript==0.7.2",
 )
+WIDTHS = ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8")
 RECIPES = {
-    "percentile 99.9, weights by MSE": ("W8A8", "W4A8", "W4A4", "W3A3"),
-    "max": ("W8A8", "W4A8", "W4A4", "W3A3"),
+    "percentile 99.9, weights by MSE": WIDTHS,
+    "max": WIDTHS,
 }
 PERCENTILE = 99.9
 IMAGES = "conv1.input_quantizer"
+OUTER = ("conv1", "linear")
 
 
-def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Any:
+def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Any:
     import modelopt.torch.quantization as mtq
     import torch
     from torch.fx.experimental.optimization import fuse
@@ -39,13 +41,23 @@ def quantize(model: Any, batches: list[Any], weights: int, activations: int, rec
                 network(batch)
 
     searched = recipe != "max"
-    inputs = {"num_bits": activations, "axis": None, **({"calibrator": "histogram"} if searched else {})}
+    inputs = {"num_bits": bits.activations, "axis": None, **({"calibrator": "histogram"} if searched else {})}
     configuration = copy.deepcopy(mtq.INT8_DEFAULT_CFG)
     configuration["quant_cfg"] += [
-        {"quantizer_name": "*weight_quantizer", "cfg": {"num_bits": weights, "axis": 0}},
+        {"quantizer_name": "*weight_quantizer", "cfg": {"num_bits": bits.weights, "axis": 0}},
         {"quantizer_name": "*input_quantizer", "cfg": {**inputs, "unsigned": True}},
         {"quantizer_name": IMAGES, "cfg": inputs},
     ]
+    if bits.outer is not None:
+        wide = {**inputs, "num_bits": bits.outer}
+        configuration["quant_cfg"] += [
+            {"quantizer_name": IMAGES, "cfg": wide},
+            {"quantizer_name": "linear.input_quantizer", "cfg": {**wide, "unsigned": True}},
+            *(
+                {"quantizer_name": f"{name}.weight_quantizer", "cfg": {"num_bits": bits.outer, "axis": 0}}
+                for name in OUTER
+            ),
+        ]
     configuration["algorithm"] = None if searched else "max"
     model = mtq.quantize(fuse(model).eval(), configuration, forward_loop=None if searched else calibrate)
     if searched:

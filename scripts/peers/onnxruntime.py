@@ -33,13 +33,14 @@ class Network:
         return self.run(images)
 
 
-def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Network:
+def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Network:
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
     from protocol import float_onnx
 
-    weight_type = {8: QuantType.QInt8, 4: QuantType.QInt4}[weights]
-    activation_type = {8: QuantType.QInt8 if weights == 8 else QuantType.QUInt8, 4: QuantType.QUInt4}[activations]
+    weight_type = {8: QuantType.QInt8, 4: QuantType.QInt4}[bits.weights]
+    eight = QuantType.QInt8 if bits.weights == 8 else QuantType.QUInt8
+    activation_type = {8: eight, 4: QuantType.QUInt4}[bits.activations]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         float_onnx(model, batches[0], folder / "float.onnx")

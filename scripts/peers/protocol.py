@@ -7,8 +7,10 @@ beside this one that imports its toolkit inside its functions, so that the table
 
     REQUIREMENTS = ("toolkit==1.2.3",)         # what its environment holds beside torch; None: this project's own
     RECIPES = {"max": ("W8A8", "W4A4")}        # what it can do → at which bits
-    def quantize(model, batches, weights, activations, recipe): ...   # → images [N, 3, H, W] to logits [N, classes]
+    def quantize(model, batches, bits, recipe): ...  # → images [N, 3, H, W] to logits [N, classes]
     def export(quantized, batches, path): ...  # optional: an int8 ONNX file
+
+Bits like ``W4A4-8`` have 8 for weights and inputs of the first and the last layer, ``conv1`` and ``linear``.
 
 Nothing but torch is needed here; adapters may import from ``protocol``.
 """
@@ -25,7 +27,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 NETWORK = HERE.parent.parent / "ptq" / "tasks" / "networks" / "cifar_resnet.py"
@@ -47,12 +49,19 @@ def load_adapter(path: Path) -> ModuleType:
     return load(path, f"peer_{re.sub(r'[^a-z0-9]', '_', path.stem)}")
 
 
-def parse_bits(text: str) -> tuple[int, int]:
-    """``W4A8`` is (4, 8)."""
-    found = re.fullmatch(r"W(\d+)A(\d+)", text)
-    if found is None:
-        raise ValueError(f"{text}: write bits as W4A8")
-    return int(found[1]), int(found[2])
+class Bits(NamedTuple):
+    """Of weights and inputs, and of both in the first and the last layer where these have others."""
+
+    weights: int
+    activations: int
+    outer: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Bits:
+        found = re.fullmatch(r"W(\d+)A(\d+)(?:-(\d+))?", text)
+        if found is None:
+            raise ValueError(f"{text}: write bits as W4A8 or W4A4-8")
+        return cls(int(found[1]), int(found[2]), int(found[3]) if found[3] else None)
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     batches = list(content["calibration"].clone().split(CALIBRATION_BATCH))
     forget_peak_memory()
     started = time.process_time()
-    quantized = adapter.quantize(model.eval(), batches, *parse_bits(job["bits"]), job["recipe"])
+    quantized = adapter.quantize(model.eval(), batches, Bits.parse(job["bits"]), job["recipe"])
     row: dict[str, Any] = {
         "seconds": round(time.process_time() - started, 2),
         "peak_memory_mb": round(peak_memory() / 2**20),

@@ -7,7 +7,7 @@ from typing import Any
 
 REQUIREMENTS = None
 EFFORTS = {"rounded": "none", "smoothed, --refine fast": "fast", "smoothed, --refine best": "best"}
-RECIPES = dict.fromkeys(EFFORTS, ("W8A8", "W4A8", "W4A4", "W3A3"))
+RECIPES = dict.fromkeys(EFFORTS, ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8"))
 
 
 class Network:
@@ -20,14 +20,15 @@ class Network:
         return self.quantized.model(images)
 
 
-def quantize(model: Any, batches: list[Any], weights: int, activations: int, recipe: str) -> Network:
+def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Network:
     import ptq
 
     effort, calibration = EFFORTS[recipe], ptq.calibrate(model, batches)
     if effort != "none":
-        smoothed = ptq.smooth(model, calibration, "auto", weights=weights, activations=activations, clip=True)
+        smoothed = ptq.smooth(model, calibration, "auto", weights=bits.weights, activations=bits.activations, clip=True)
         model, calibration = smoothed.model, smoothed.calibration
-    return Network(ptq.quantize(model, calibration, weights, activations, refine=effort, batches=batches))
+    options = {"refine": effort, "batches": batches, "first_last": bits.outer}
+    return Network(ptq.quantize(model, calibration, bits.weights, bits.activations, **options))
 
 
 def export(network: Network, batches: list[Any], path: Path) -> None:
