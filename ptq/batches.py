@@ -56,8 +56,8 @@ class Call:
         def changed(value: Any) -> Any:
             return change(value) if isinstance(value, Tensor) else value
 
-        kwargs = {key: changed(value) for key, value in self.kwargs.items()}
-        return Call(tuple(changed(value) for value in self.args), kwargs, changed(self.labels))
+        args = tuple(changed(value) for value in self.args)
+        return Call(args, {key: changed(value) for key, value in self.kwargs.items()}, changed(self.labels))
 
     def run(self, model: nn.Module) -> Any:
         return model(*self.args, **self.kwargs)

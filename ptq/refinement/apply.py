@@ -22,11 +22,13 @@ from ptq.refinement.blocks import refine_blocks
 from ptq.refinement.memory import peak_memory
 from ptq.refinement.network import refine_network
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
+from ptq.refinement.varying import can_be_varied, varied_samples
 from ptq.refinement.walking import LayerRefiner, Networks, ways_through
 
 Effort: TypeAlias = Literal["fast", "best"]
 SAMPLES = 1024
-ROWS = 16384
+VARIATIONS = 1  # of each sample, beside the sample itself
+ROWS = 2**17
 MEMORY = 2**31  # bytes that the maps of all samples may take
 _MAPS_HELD = 6  # of the largest size, by a sample: input, output and shortcut in each of the two networks
 
@@ -50,6 +52,7 @@ def refine(
     effort: Effort = "fast",
     *,
     samples: int = SAMPLES,
+    variations: int = VARIATIONS,
     rows: int = ROWS,
     memory: int = MEMORY,
     seed: int = 0,
@@ -63,8 +66,9 @@ def refine(
     the mean residual is zero. With the effort ``best`` the layers of each block are then learned together, and those
     of the whole network in the end. The same seed and batches give the same network.
 
-    The first ``samples`` of the batches are used, fewer where their maps would take more than ``memory`` bytes; each
-    layer sees about ``rows`` rows.
+    The first ``samples`` of the batches are used, and where these are floats so many ``variations`` of each: shifted,
+    mirrored and mixed. There are fewer where their maps would take more than ``memory`` bytes. Each layer sees at most
+    about ``rows`` rows.
     """
     if effort not in get_args(Effort):
         raise InputError(f"effort {effort!r}: choose one of {', '.join(get_args(Effort))}")
@@ -80,20 +84,23 @@ def refine(
         usage = look_at_usage(reference, first)
         affordable = max(1, memory // max(1, _MAPS_HELD * usage.largest_map))
         given = list(calls(limited(batches, min(samples, affordable)), model))
+        seen = given
+        if variations and all(map(can_be_varied, given)):
+            seen = [*given, *varied_samples(given, min(variations, affordable // samples - 1), seed)]
         skipped = {name: reason for name, bits in plain.bits.items() if (reason := _why_left(name, bits, usage))}
         names = [name for name in usage.layers if name in plain.bits and name not in skipped]
         refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
         blocks: dict[str, list[str]] = {}
         whole = False
         if effort == "fast":
-            ways = ways_through(networks, given)
+            ways = ways_through(networks, seen)
             refiner.refine([way for number, way in enumerate(ways) if distributed.is_mine(number)], names)
         else:
             blocks = usage.blocks(names)
             # What is only rounded passes no gradient on.
             blocks = {name: inside for name, inside in blocks.items() if not layers_in(name, list(skipped))}
             with distributed.alone():  # learning is one step after the other: every process takes all of them
-                refine_blocks(refiner, given, names, blocks)
+                refine_blocks(refiner, seen, names, blocks)
                 if not skipped:
                     whole = refine_network(refiner, given, names)
     return Refined(

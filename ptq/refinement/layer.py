@@ -54,16 +54,15 @@ def refine_layer(
     quantizer: FakeQuantize | None,
     extent: tuple[float, float] | None,
     rows: Tensor,
-    float_rows: Tensor,
+    outputs: Tensor,
 ) -> None:
     """Choose the range of the input, then the weight and its scales, then the bias.
 
-    ``rows`` [g, R, n] are what arrives in the quantized network, before the input's quantizer, ``float_rows`` the
-    same in the float one; ``extent`` is the range of the input that the calibration saw, None to keep the one
-    that the quantizer has. ``bits`` None leaves the weight off any grid.
+    ``rows`` [g, R, n] are what arrives in the quantized network, before the input's quantizer, ``outputs`` [g, R, o]
+    what the float layer makes, without its bias, of what arrives in the float one; ``extent`` is the range of the input
+    that the calibration saw, None to keep the one that the quantizer has. ``bits`` None leaves the weight off any grid.
     """
     wanted = weight_matrix(float_layer.weight, float_layer)  # [g, o, n]
-    outputs = float_rows @ wanted.mT  # [g, R, o]
     several = contributions(layer)
     centered = layer.bias is not None and several == 1
     if quantizer is not None:
@@ -132,8 +131,9 @@ def choose_range(
     First one share for both ends, with the weight as it is. Then, where the rows are enough to tell, around it, and
     each end by itself, with the weight that least squares would find.
     """
-    step = math.ceil(rows.shape[1] / _ROWS_FOR_RANGES)
-    rows, outputs = rows[:, ::step], outputs[:, ::step]
+    # At random: rows come in the order of positions, so that every so-manieth could be all of one border.
+    some = torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(0))[:_ROWS_FOR_RANGES].to(rows.device)
+    rows, outputs = rows[:, some], outputs[:, some]
 
     def quantized(shares: tuple[float, float]) -> Tensor:
         quantizer.set_range(extent[0] * shares[0], extent[1] * shares[1])

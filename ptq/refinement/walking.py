@@ -20,7 +20,10 @@ from ptq.quantization import Bits
 from ptq.quantization.modules import ATTRIBUTE, FakeQuantize
 from ptq.refinement.layer import refine_layer
 from ptq.refinement.lockstep import Walker, side_by_side, stop_here
-from ptq.refinement.rows import sampled_rows
+from ptq.refinement.rows import sampled_rows, weight_matrix
+
+_ROW_VALUES = 2**25  # numbers in the rows of one layer, unless the least number of rows needs more
+_LEAST_ROWS = 2**14
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class LayerRefiner:
     networks: Networks
     bits: dict[str, Bits]
     calibration: Calibration | None  # None keeps the ranges of the inputs as they are
-    rows: int
+    rows: int  # of a layer, at most
     seed: int
 
     def refine(self, ways: Sequence[Way], names: Sequence[str]) -> None:
@@ -138,7 +141,10 @@ class LayerRefiner:
         float_layer, layer = self.networks.modules(name)
         assert isinstance(layer, channels.LAYER_TYPES) and isinstance(float_layer, channels.LAYER_TYPES)
         samples = sum(distributed.exchanged(sum(arrival.way.samples for arrival in arrived)))
-        per_sample = -(-self.rows // samples)
+        groups, _, width = weight_matrix(layer.weight, layer).shape
+        per_sample = -(-min(self.rows, max(_LEAST_ROWS, _ROW_VALUES // (groups * width))) // samples)
+
+        wanted = weight_matrix(float_layer.weight, float_layer)  # [g, o, n]
 
         def rows_of(call: Call, way: Way) -> Tensor:
             x: Tensor = call.args[0] if call.args else call.kwargs["input"]
@@ -146,11 +152,15 @@ class LayerRefiner:
 
         found = distributed.merged(
             {
-                arrival.way.first: (rows_of(arrival.quantized, arrival.way), rows_of(arrival.reference, arrival.way))
+                arrival.way.first: (
+                    rows_of(arrival.quantized, arrival.way),
+                    rows_of(arrival.reference, arrival.way) @ wanted.mT,
+                )
                 for arrival in arrived
             }
         )
-        rows, float_rows = (torch.cat(parts, 1) for parts in zip(*found.values(), strict=True))
+        rows, outputs = (torch.cat(parts, 1) for parts in zip(*found.values(), strict=True))
+        del found  # as large as both together
         quantizer = getattr(layer, ATTRIBUTE, None)
         assert quantizer is None or isinstance(quantizer, FakeQuantize)
         refine_layer(
@@ -160,7 +170,7 @@ class LayerRefiner:
             quantizer,
             extent=self._extent(name),
             rows=rows,
-            float_rows=float_rows,
+            outputs=outputs,
         )
 
     def _extent(self, name: str) -> tuple[float, float] | None:

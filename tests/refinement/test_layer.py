@@ -46,3 +46,19 @@ def test_centered_moments_are_a_covariance() -> None:
         np.testing.assert_allclose(found.cross[g].numpy(), both[:4, 4:], atol=1e-5)
     plain = Moments.of(rows, outputs, centered=False)
     np.testing.assert_allclose(plain.gram[0].numpy(), (rows[0].T @ rows[0]).numpy() / 50, rtol=1e-5)
+
+
+def test_a_range_is_not_chosen_on_one_border_alone() -> None:
+    """Rows come image by image, position by position. Every 16th of 64 positions of a map 8 wide is in its first
+    column, and half of what that column reads is padding: ranges that were chosen on every 16th row were too narrow.
+    """
+    torch.manual_seed(0)
+    rows, weight = torch.randn(1, 1024, 64, 8).relu(), torch.randn(1, 5, 8)
+    rows[:, :, ::16] *= 0.1
+    rows = rows.reshape(1, -1, 8)
+    outputs, extent = rows @ weight.mT, (0.0, float(rows.max()))
+    quantizer, fair = FakeQuantize(4), FakeQuantize(4)
+    choose_range(quantizer, extent, rows, outputs, weight, centered=True)
+    mixed = torch.randperm(rows.shape[1])
+    choose_range(fair, extent, rows[:, mixed], outputs[:, mixed], weight, centered=True)
+    assert float(quantizer.scale) == pytest.approx(float(fair.scale), rel=0.1)
