@@ -95,19 +95,25 @@ def test_two_processes_share_the_runs_and_one_is_killed(here: Path) -> None:
     grid = GridFolder.of(read_grid(here / "g.toml"))
     workers = [subprocess.Popen([*PTQ, "grid", "run", "g.toml", "--workers", "1", "--quiet"]) for _ in range(2)]
     wait_until(lambda: all(first_command_done(grid, run) for run in grid.runs))
-    holders = [grid.holder(run) for run in grid.runs]
-    assert {holder.pid for holder in holders if holder} == {worker.pid for worker in workers}
-    child = json.loads((grid.run_folder(grid.runs[0]) / ".lock.1").read_text())["pid"]
-    killed = next(worker for worker in workers if holders[0] and worker.pid == holders[0].pid)
-    before = grid.record(grid.runs[0])
+    # The one that came last has just begun its long command, however slow the machine is.
+    later = max(grid.runs, key=lambda run: record_file(grid.run_folder(run)).stat().st_mtime_ns)
+    holders = {run.id: grid.holder(run) for run in grid.runs}
+    assert {holder.pid for holder in holders.values() if holder} == {worker.pid for worker in workers}
+    child = json.loads((grid.run_folder(later) / ".lock.1").read_text())["pid"]
+    holder, before = holders[later.id], grid.record(later)
+    killed = next(worker for worker in workers if holder and worker.pid == holder.pid)
     killed.kill()
     killed.wait()
     wait_until(lambda: not Path(f"/proc/{child}").exists())
     other = next(worker for worker in workers if worker is not killed)
     assert other.wait(240) == 0
-    after = [grid.record(run) for run in grid.runs]
-    assert [(record.finished, record.attempts) for record in after if record] == [(True, 2), (True, 1)]
-    assert before is not None and after[0] is not None and after[0].seconds[0] == before.seconds[0]
+    after = {run.id: grid.record(run) for run in grid.runs}
+    assert all(record and record.finished for record in after.values())
+    assert {name: record.attempts for name, record in after.items() if record} == {
+        run.id: 2 if run is later else 1 for run in grid.runs
+    }
+    resumed = after[later.id]
+    assert before is not None and resumed is not None and resumed.seconds[0] == before.seconds[0]
     assert not any(path.name.startswith(".") for path in here.rglob("*"))
     assert list((here / "reports/grids/g/leases").iterdir()) == []
 
