@@ -86,7 +86,8 @@ def refine(
         given = list(calls(limited(batches, min(samples, affordable)), model))
         seen = given
         if variations and all(map(can_be_varied, given)):
-            seen = [*given, *varied_samples(given, min(variations, affordable // samples - 1), seed)]
+            affordable //= sum(call.samples for call in given)
+            seen = [*given, *varied_samples(given, min(variations, affordable - 1), seed)]
         skipped = {name: reason for name, bits in plain.bits.items() if (reason := _why_left(name, bits, usage))}
         names = [name for name in usage.layers if name in plain.bits and name not in skipped]
         refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)

@@ -20,8 +20,11 @@ _SHIFT = 1 / 8  # of an image's height and width, at most
 
 
 def can_be_varied(call: Call) -> bool:
-    """Token numbers can't, nor what isn't one entry for each sample."""
-    return all(value.is_floating_point() and value.dim() and len(value) == call.samples for value in _tensors(call))
+    """Token numbers can't, nor masks of infinities, nor what isn't one entry for each sample."""
+    return all(
+        value.is_floating_point() and value.dim() and len(value) == call.samples and bool(value.isfinite().all())
+        for value in _tensors(call)
+    )
 
 
 def varied(call: Call, other: Call, generator: torch.Generator) -> Call:

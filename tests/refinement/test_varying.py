@@ -59,3 +59,4 @@ def test_tokens_can_not_be_varied() -> None:
     assert can_be_varied(call(torch.zeros(4, 3), scale=torch.ones(4)))
     assert not can_be_varied(call(torch.zeros(4, 3, dtype=torch.int64)))
     assert not can_be_varied(call(torch.zeros(4, 3), table=torch.zeros(7, 3)))
+    assert not can_be_varied(call(torch.zeros(4, 3), mask=torch.full((4, 3), -torch.inf)))  # 0 · ∞ is no number
