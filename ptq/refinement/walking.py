@@ -141,10 +141,9 @@ class LayerRefiner:
         float_layer, layer = self.networks.modules(name)
         assert isinstance(layer, channels.LAYER_TYPES) and isinstance(float_layer, channels.LAYER_TYPES)
         samples = sum(distributed.exchanged(sum(arrival.way.samples for arrival in arrived)))
-        groups, _, width = weight_matrix(layer.weight, layer).shape
-        per_sample = -(-min(self.rows, max(_LEAST_ROWS, _ROW_VALUES // (groups * width))) // samples)
-
         wanted = weight_matrix(float_layer.weight, float_layer)  # [g, o, n]
+        groups, _, width = wanted.shape
+        per_sample = -(-min(self.rows, max(_LEAST_ROWS, _ROW_VALUES // (groups * width))) // samples)
 
         def rows_of(call: Call, way: Way) -> Tensor:
             x: Tensor = call.args[0] if call.args else call.kwargs["input"]

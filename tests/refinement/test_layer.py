@@ -50,7 +50,7 @@ def test_centered_moments_are_a_covariance() -> None:
 
 def test_a_range_is_not_chosen_on_one_border_alone() -> None:
     """Rows come image by image, position by position. Every 16th of 64 positions of a map 8 wide is in its first
-    column, and half of what that column reads is padding: ranges that were chosen on every 16th row were too narrow.
+    column, and a third of what that column reads is padding: ranges that were chosen on every 16th row were too narrow.
     """
     torch.manual_seed(0)
     rows, weight = torch.randn(1, 1024, 64, 8).relu(), torch.randn(1, 5, 8)
