@@ -103,7 +103,7 @@ def refine(
             with distributed.alone():  # learning is one step after the other: every process takes all of them
                 refine_blocks(refiner, seen, names, blocks)
                 if not skipped:
-                    whole = refine_network(refiner, given, names)
+                    whole = refine_network(refiner, given, names, list(blocks))
     return Refined(
         **{**vars(plain), "refine": effort},
         skipped=skipped,

@@ -2,7 +2,8 @@
 
 Inputs are quantized while learning, and rounding passes the gradient straight through (LSQ). Weights may leave their
 grid, to be rounded again: moved on it by such gradients they end up worse than compensated rounding left them, at a few
-hundred steps. With a few thousand, and a network of layers to round again, they had better stay on it.
+hundred steps. With a few thousand, and a network of layers to round again, they had better stay on it, and learn its
+scales.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,13 @@ from torch.func import functional_call
 from ptq import channels
 from ptq.batches import Call
 from ptq.formats import affine
+from ptq.hooks import attached
 from ptq.quantization.modules import ATTRIBUTE, FakeQuantize
 
 Part = TypeVar("Part")
+Example: TypeAlias = tuple[
+    Call, Mapping[str, Tensor]
+]  # a call, and what modules by name are to return; "" is the block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,49 +38,68 @@ class Recipe:
     steps: int
     samples: int = 32  # in a step
     weights: float = 0.02  # rate of the weights, in steps of their grid
-    scales: float = 0.002  # rate of the inputs' scales, as a share of them
+    scales: float = 0.002  # rate of the inputs' scales, and of the weights' on a grid, as a share of them
     biases: float = 0.002  # rate of the biases, in steps of the weight times the range of the input
 
 
 def learn(
     block: nn.Module,
     layers: Mapping[str, channels.Layer],
-    examples: Iterable[tuple[Call, Tensor]],
+    examples: Iterable[Example],
     recipe: Recipe,
     *,
     bits: Mapping[str, int | None] | None = None,
+    shares: Mapping[str, float] | None = None,
 ) -> None:
     """Move the weights, biases and input scales of a block's layers: each example is a call and what to answer.
 
-    The loss is the squared error of the block's output, minimised by Adam in one step for each example. ``layers`` are
-    by name within the block. Weights stay on the grid of so many ``bits``, where a layer has any there; the others
-    leave theirs.
+    The loss is the squared error of the block's output, minimised by Adam in one step for each example. With ``shares``
+    it is a sum of such errors, of what these modules of the block return: each over the variance of what is wanted and
+    times its share. ``layers`` are by name within the block. Weights stay on the grid of so many ``bits``, where a
+    layer has any there, and its scales are learned, too; the others leave theirs.
     """
-    energy = 0.0  # of the first target: the scale of the loss matters to nothing but the rounding of its gradients
-    with torch.enable_grad(), _learned_inputs(layers) as inputs:
+    shares = shares or {"": 1.0}
+    units: dict[str, float] = {}  # of squared errors: the variance of the first targets
+    with torch.enable_grad(), _learned_inputs(layers) as inputs, watched(block, shares) as outputs:
         held = bits or {}
         learned = [_LearnedLayer(name, layer, inputs.get(name), held.get(name)) for name, layer in layers.items()]
         optimizer = torch.optim.Adam(_parameters(learned, inputs, recipe))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.steps)
-        for call, target in examples:
+        for call, targets in examples:
             overrides = {key: value for layer in learned for key, value in layer.parameters().items()}
             ours = fresh(call)
-            output = functional_call(block, overrides, ours.args, ours.kwargs)
-            energy = energy or float(target.square().mean()) or 1.0
+            functional_call(block, overrides, ours.args, ours.kwargs)
+            units = units or {
+                name: float(target.var(0, correction=0).mean()) or 1.0 for name, target in targets.items()
+            }
+            losses = [
+                share / units[name] * (outputs[name] - targets[name]).square().mean() for name, share in shares.items()
+            ]
             optimizer.zero_grad()
-            ((output - target).square().mean() / energy).backward()
+            torch.autograd.backward(losses)
             optimizer.step()
             schedule.step()
         for layer in learned:
             layer.write()
 
 
-def drawn_parts(
-    given: Sequence[Call], targets: Sequence[Tensor], recipe: Recipe, seed: int
-) -> Iterator[tuple[Call, Tensor]]:
+@contextmanager
+def watched(network: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """Inside, what these modules returned last, by name; ``""`` is the network itself."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        outputs[name] = output
+
+    with attached(network.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names):
+        yield outputs
+
+
+def drawn_parts(given: Sequence[Call], targets: Sequence[Tensor], recipe: Recipe, seed: int) -> Iterator[Example]:
     """As many examples as the recipe has steps: parts of these calls, in random order."""
     parts = [part for pair in zip(given, targets, strict=True) for part in parts_of(*pair, recipe.samples)]
-    return shuffled(parts, recipe.steps, torch.Generator().manual_seed(seed))
+    for call, target in shuffled(parts, recipe.steps, torch.Generator().manual_seed(seed)):
+        yield call, {"": target}
 
 
 def fresh(call: Call) -> Call:
@@ -144,10 +168,10 @@ class _LearnedInput(nn.Module):
 
 
 class _LearnedLayer:
-    """What is learned of one layer: a change of its weight, rounded if it has bits, and a shift of its bias.
+    """What is learned of one layer: a change of its weight, a shift of its bias and, with bits, a stretch of its grid.
 
-    Both are in units that make one rate fit all: the weight's in steps of its grid, or shares of its mean size where
-    it has none; the bias's in such steps times the range of the input.
+    All are in units that make one rate fit all: the weight's in steps of its grid, or shares of its mean size where
+    it has none; the bias's in such steps times the range of the input; the grid's as the logarithm of its scales.
     """
 
     def __init__(
@@ -161,13 +185,20 @@ class _LearnedLayer:
         self._shift_unit = self._step * (quantized_input.reach if quantized_input is not None else 1.0)
         self.change = torch.zeros_like(layer.weight).detach().requires_grad_()
         self.shift = torch.zeros_like(self._step).requires_grad_()
+        self.stretch = torch.zeros_like(self._step).requires_grad_()
+
+    @property
+    def _scale(self) -> Tensor:
+        return self._step * self.stretch.exp()
 
     def parameters(self) -> dict[str, Tensor]:
         """To run the layer with, by name within the block."""
-        step = channels.over_outputs(self._step, self._layer.weight, self._layer)
+        over_outputs = partial(channels.over_outputs, weight=self._layer.weight, layer=self._layer)
+        step = over_outputs(self._step)
         weight = self._layer.weight.detach() + self.change * step
         if self._bits is not None:
-            weight = straight_through(weight, step, *affine.code_range(self._bits, symmetric=True))
+            codes = straight_through(weight / step, step.new_ones(()), *affine.code_range(self._bits, symmetric=True))
+            weight = codes * over_outputs(self._scale)
         found = {f"{self._prefix}weight": weight}
         if self._layer.bias is not None:
             found[f"{self._prefix}bias"] = self._layer.bias.detach() + self.shift * self._shift_unit
@@ -180,6 +211,8 @@ class _LearnedLayer:
         self._layer.weight.copy_(learned[f"{self._prefix}weight"])
         if self._layer.bias is not None:
             self._layer.bias.copy_(learned[f"{self._prefix}bias"])
+        if self._bits is not None:
+            self._layer.weight_scale.copy_(self._scale)  # type: ignore[operator]
 
 
 @contextmanager
@@ -208,6 +241,7 @@ def _parameters(
     return [
         {"params": [layer.change for layer in learned], "lr": recipe.weights},
         {"params": [stand_in.logarithm for stand_in in inputs.values()], "lr": recipe.scales},
+        {"params": [layer.stretch for layer in learned], "lr": recipe.scales},
         {"params": [layer.shift for layer in learned], "lr": recipe.biases},
     ]
 

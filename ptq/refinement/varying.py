@@ -1,4 +1,4 @@
-"""Variations of samples: shifted, mirrored and mixed, without end.
+"""Variations of samples: shifted, mirrored, mixed and patched, without end.
 
 What the float network answers to the samples it was trained on says little about others: it is sure of them. Of
 mixtures of two it is not. No variation has to make sense: the float network's answer to it is what is wanted.
@@ -30,8 +30,35 @@ def can_be_varied(call: Call) -> bool:
 def varied(call: Call, other: Call, generator: torch.Generator) -> Call:
     """The samples of a call shifted, mirrored, and half of them mixed with those of another, if these fit."""
     moved = _moved(replace(call, labels=None), generator)
-    fits = [value.shape for value in _tensors(other)] == [value.shape for value in _tensors(call)]
-    return _mixed(moved, _moved(other, generator) if fits else moved, generator)
+    return _mixed(moved, _moved(other, generator) if _fit(call, other) else moved, generator)
+
+
+def patched(call: Call, other: Call, generator: torch.Generator) -> Call:
+    """Half of the images with a rectangle, of up to half their size, of another call's, if these fit."""
+    if not _fit(call, other):
+        return call
+    order = torch.randperm(call.samples, generator=generator)
+    side = (torch.rand(call.samples, generator=generator) / 2).sqrt()
+    side[torch.rand(call.samples, generator=generator) < 0.5] = 0
+    places = torch.rand(2, call.samples, generator=generator)
+    others = iter(_tensors(other))
+
+    def inside(size: int, place: Tensor) -> Tensor:
+        """Which of so many rows or columns are in the rectangle, for each sample."""
+        length = (side * size).round()
+        start = (place * (size - length + 1)).floor()
+        at = torch.arange(size)
+        return (at >= start[:, None]) & (at < (start + length)[:, None])
+
+    def patch(value: Tensor) -> Tensor:
+        theirs = next(others)
+        if value.dim() != 4:
+            return value
+        rows, columns = inside(value.shape[2], places[0]), inside(value.shape[3], places[1])
+        mask = rows[:, None, :, None] & columns[:, None, None, :]
+        return torch.where(mask.to(value.device), theirs[order.to(value.device)], value)
+
+    return call.mapped(patch)
 
 
 def varied_samples(given: Sequence[Call], copies: int, seed: int) -> list[Call]:
@@ -52,6 +79,10 @@ def _joined(calls: Sequence[Call]) -> Call:
     columns = zip(*map(_tensors, calls), strict=True)
     joined = iter([torch.cat(column) for column in columns])
     return calls[0].mapped(lambda _: next(joined))
+
+
+def _fit(call: Call, other: Call) -> bool:
+    return [value.shape for value in _tensors(call)] == [value.shape for value in _tensors(other)]
 
 
 def _tensors(call: Call) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,14 +142,45 @@ def test_weights_that_have_bits_are_learned_on_their_grid() -> None:
     targets, recipe = [other(x).detach()], Recipe(steps=300)
     for bits in (3, None):
         found = ptq.quantization.quantize(layer, ptq.calibrate(layer, [x]), bits="W3").model
-        before, scale = found.weight.detach().clone(), found.weight_scale[:, None]
+        before, scale = found.weight.detach().clone(), found.weight_scale[:, None].clone()
         examples = drawn_parts([Call((x,), {}, None)], targets, recipe, 0)
         learn(found, {"": found}, examples, recipe, bits={"": bits})
         assert distance(found, other, [x]) < 0.3 * distance(layer, other, [x])
-        steps = (found.weight / scale).detach()
+        steps = (found.weight / found.weight_scale[:, None]).detach()
         assert float((steps - before / scale).abs().max()) > 1.9
+        assert torch.equal(found.weight_scale[:, None], scale) == (bits is None)  # scales of a grid are learned
         assert torch.allclose(steps, steps.round(), atol=1e-5) == (bits is not None)
         assert bits is None or float(steps.abs().max()) < 3 + 1e-5
+
+
+def test_scales_of_a_grid_are_learned() -> None:
+    """Where the codes fit and the scales are wrong, they are what is found."""
+    torch.manual_seed(0)
+    codes, x = torch.randint(-3, 4, (4, 16)).float(), torch.randn(256, 16)
+    codes[:, 0] = 3  # so that the largest weight says the scale
+    layer, wanted = nn.Linear(16, 4, bias=False), torch.tensor([0.8, 1.1, 1.3, 1.0])
+    layer.weight.data = codes.clone()
+    found = ptq.quantization.quantize(layer, ptq.calibrate(layer, [x]), bits="W3").model
+    recipe = Recipe(steps=400, weights=0.0, scales=0.01)
+    targets = [x @ (codes * wanted[:, None]).T]
+    learn(found, {"": found}, drawn_parts([Call((x,), {}, None)], targets, recipe, 0), recipe, bits={"": 3})
+    torch.testing.assert_close(found.weight_scale, wanted, atol=1e-3, rtol=0)
+    torch.testing.assert_close(found.weight, codes * found.weight_scale[:, None])
+
+
+def test_outputs_within_a_block_count_by_their_share() -> None:
+    """Two layers may share the work in many ways: only what the first is to return tells which."""
+    torch.manual_seed(0)
+    x, start = torch.randn(256, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    outputs = {"": start(x).detach(), "0": 1.5 * start[0](x).detach()}
+    recipe = Recipe(steps=400, weights=0.02, biases=0.02)
+    alone, both = copy.deepcopy(start), copy.deepcopy(start)
+    for block, shares in ((alone, {"": 1.0}), (both, {"": 1.0, "0": 1.0})):
+        examples = [(Call((x,), {}, None), outputs)] * recipe.steps
+        learn(block, dict(channels.layers_of(block)), examples, recipe, shares=shares)
+    torch.testing.assert_close(alone[0](x), start[0](x))  # the answer was right from the start
+    torch.testing.assert_close(both[0](x), outputs["0"], atol=0.02, rtol=0)
+    torch.testing.assert_close(both(x), outputs[""], atol=0.02, rtol=0)
 
 
 def test_what_learning_makes_worse_is_left_as_it_was(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +203,9 @@ def test_learning_the_whole_network_brings_it_closer(network: nn.Module, monkeyp
     """On images that it hasn't seen, where the blocks were not learned before."""
     monkeypatch.setattr(blocks, "RECIPE", Recipe(steps=1, weights=0.0, scales=0.0, biases=0.0))
     monkeypatch.setattr(whole, "RECIPE", Recipe(steps=400))
-    calibration, scheme = ptq.calibrate(network, images(0, 256)), Scheme(bits=Bits(4, 3))
-    fast, best = (
-        refine(network, calibration, scheme, images(0, 256), effort, variations=0).model for effort in ("fast", "best")
-    )
+    seen, scheme = images(0, 1024), Scheme(bits=Bits(4, 3))
+    calibration = ptq.calibrate(network, seen)
+    fast, best = (refine(network, calibration, scheme, seen, effort, variations=0).model for effort in ("fast", "best"))
     assert distance(best, network, images(1, 256)) < 0.9 * distance(fast, network, images(1, 256))
 
 
@@ -184,8 +215,8 @@ def test_the_whole_network_is_learned_from_what_the_float_one_answers() -> None:
     nn.init.constant_(double.weight, 2.0), nn.init.zeros_(double.bias)
     parts = [Call((part,), {}, None) for part in x.split(16)]
     found, again = (list(whole.examples_of(double, parts, 30, seed=0)) for _ in range(2))
-    assert [len(target) for _, target in found[:3]].count(8) == 1  # the last part is smaller, and comes along
-    assert all(torch.equal(target, 2 * call.args[0]) for call, target in found)
+    assert [len(target[""]) for _, target in found[:3]].count(8) == 1  # the last part is smaller, and comes along
+    assert all(torch.equal(target[""], 2 * call.args[0]) for call, target in found)
     assert all(torch.equal(one[0].args[0], other[0].args[0]) for one, other in zip(found, again, strict=True))
 
 

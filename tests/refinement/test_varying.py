@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ptq.batches import Call
-from ptq.refinement.varying import can_be_varied, varied, varied_samples
+from ptq.refinement.varying import can_be_varied, patched, varied, varied_samples
 
 
 def call(*tensors: Tensor, **named: Tensor) -> Call:
@@ -47,6 +47,24 @@ def test_images_are_shifted_and_mirrored() -> None:
     assert 0.25 < float((steps.mean(1) < 0).float().mean()) < 0.75  # half of them
     middle = {float(image[0, 0, 8]) for image in alone}
     assert middle <= {5.0, 6.0, 7.0, 8.0, 9.0, 10.0} and len(middle) > 3  # two to each side, and mirrored
+
+
+def test_half_of_the_images_get_a_rectangle_of_another() -> None:
+    zeros, labels = torch.zeros(400, 2, 12, 16), torch.arange(400.0)
+    ours, theirs = call(zeros, labels), call(torch.arange(1.0, 401).view(400, 1, 1, 1).expand_as(zeros), labels)
+    images, same = patched(ours, theirs, torch.Generator().manual_seed(0)).args
+    assert torch.equal(same, labels)  # only images have rectangles
+    inside = images[:, 0] > 0
+    assert torch.equal(images[:, 1] > 0, inside)
+    sizes = inside.flatten(1).sum(1)
+    assert 0.4 < float((sizes > 0).float().mean()) < 0.6
+    assert float(sizes.max()) <= 0.5 * 12 * 16 * 1.1 and float(sizes.max()) > 0.4 * 12 * 16
+    height, width = inside.any(2).sum(1), inside.any(1).sum(1)
+    assert torch.equal(height * width, sizes)  # nothing but a rectangle
+    from_one = [image[image > 0].unique().numel() for image in images]
+    assert max(from_one) == 1
+    assert inside.any(0).all()  # anywhere
+    assert patched(ours, theirs.first(7), torch.Generator().manual_seed(0)) is ours
 
 
 def test_images_of_several_sizes_are_not_mixed_with_each_other() -> None:
