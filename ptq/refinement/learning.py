@@ -26,9 +26,7 @@ from ptq.hooks import attached
 from ptq.quantization.modules import ATTRIBUTE, FakeQuantize
 
 Part = TypeVar("Part")
-Example: TypeAlias = tuple[
-    Call, Mapping[str, Tensor]
-]  # a call, and what modules by name are to return; "" is the block
+Example: TypeAlias = tuple[Call, Mapping[str, Tensor]]  # what modules are to return for a call; "" is the block itself
 
 
 @dataclass(frozen=True, kw_only=True)
