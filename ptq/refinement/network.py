@@ -22,9 +22,7 @@ _JUDGES = 16  # variations of so many samples as a step has, which are not learn
 _CLOSE = 0.01  # of the answers' variance: an error below it is left as it is
 
 
-def refine_network(
-    refiner: LayerRefiner, given: Sequence[Call], names: Sequence[str], blocks: Sequence[str] = ()
-) -> bool:
+def refine_network(refiner: LayerRefiner, given: Sequence[Call], names: Sequence[str], blocks: Sequence[str]) -> bool:
     """Learn these layers together, their weights on their grids; whether that was tried.
 
     It needs samples that can be varied, one tensor for an answer, and something to learn. The outputs of the blocks
