@@ -20,7 +20,7 @@ from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.refinement.blocks import refine_blocks
 from ptq.refinement.memory import peak_memory
-from ptq.refinement.network import refine_network
+from ptq.refinement.network import recipe_for, refine_network
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
 from ptq.refinement.varying import can_be_varied, varied_samples
 from ptq.refinement.walking import LayerRefiner, Networks, ways_through
@@ -39,7 +39,7 @@ class Refined(Quantized):
 
     skipped: dict[str, str] = field(default_factory=dict)  # layer → why it is only rounded
     blocks: dict[str, list[str]] = field(default_factory=dict)  # what was learned as a whole → its layers
-    learned_as_a_whole: bool = False  # after its blocks
+    learned_as_a_whole: bool = False  # in the end
     samples: int = 0  # that it was refined on
     peak_memory: int | None = None  # bytes that the process took at most until it was refined
 
@@ -63,8 +63,9 @@ def refine(
     In the order of execution each layer gets the rows that arrive in the quantized network, made of the layers
     refined so far, and those of the float one. On a sample of them are chosen: the range of the input, the weight by
     ridge least squares towards the float output, its rounding with compensation, its scales, and the bias, such that
-    the mean residual is zero. With the effort ``best`` the layers of each block are then learned together, and those
-    of the whole network in the end. The same seed and batches give the same network.
+    the mean residual is zero. With the effort ``best`` the layers of each block are then learned together. In the end
+    those of the whole network are, with ``fast`` in a few steps and only if the network is small. The same seed and
+    batches give the same network.
 
     The first ``samples`` of the batches are used, and where these are floats so many ``variations`` of each: shifted,
     mirrored and mixed. There are fewer where their maps would take more than ``memory`` bytes. Each layer sees at most
@@ -91,23 +92,22 @@ def refine(
         skipped = {name: reason for name, bits in plain.bits.items() if (reason := _why_left(name, bits, usage))}
         names = [name for name in usage.layers if name in plain.bits and name not in skipped]
         refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
-        blocks: dict[str, list[str]] = {}
-        whole = False
+        # What is only rounded passes no gradient on.
+        blocks = {name: held for name, held in usage.blocks(names).items() if not layers_in(name, list(skipped))}
         if effort == "fast":
             ways = ways_through(networks, seen)
             refiner.refine([way for number, way in enumerate(ways) if distributed.is_mine(number)], names)
-        else:
-            blocks = usage.blocks(names)
-            # What is only rounded passes no gradient on.
-            blocks = {name: inside for name, inside in blocks.items() if not layers_in(name, list(skipped))}
-            with distributed.alone():  # learning is one step after the other: every process takes all of them
+        with distributed.alone():  # learning is one step after the other: every process takes all of them
+            if effort == "best":
                 refine_blocks(refiner, seen, names, blocks)
-                if not skipped:
-                    whole = refine_network(refiner, given, names, list(blocks))
+            recipe = recipe_for(effort, usage.multiplications)
+            # A single layer is as close as it gets.
+            learnable = not skipped and len(names) > 1
+            whole = learnable and recipe is not None and refine_network(refiner, given, names, list(blocks), recipe)
     return Refined(
         **{**vars(plain), "refine": effort},
         skipped=skipped,
-        blocks=blocks,
+        blocks=blocks if effort == "best" else {},
         learned_as_a_whole=whole,
         samples=sum(call.samples for call in given),
         peak_memory=peak_memory(),

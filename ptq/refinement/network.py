@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,13 +16,38 @@ from ptq.refinement.learning import Example, Recipe, fresh, learn, shuffled, wat
 from ptq.refinement.varying import can_be_varied, patched, varied
 from ptq.refinement.walking import LayerRefiner
 
-RECIPE = Recipe(steps=2400, weights=0.012, scales=0.001, biases=0.001)
-_BLOCKS = 1.0  # share of all blocks' outputs in the loss: a few numbers, the answers alone, are soon learned by heart
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkRecipe(Recipe):
+    blocks: float  # share of all blocks' outputs in the loss: the answers alone, a few numbers, are learned by heart
+
+
+RECIPES = {
+    "fast": NetworkRecipe(steps=200, weights=0.03, scales=0.006, biases=0.006, blocks=3.0),
+    "best": NetworkRecipe(steps=2400, weights=0.012, scales=0.001, biases=0.001, blocks=1.0),
+}
+_WORK = 2**40  # multiplications that ``fast`` may learn with
+_PASSES = 4  # of a step: the float network forwards, the quantized one forwards and backwards, which counts twice
+_LEAST_STEPS = 50  # fewer change little
 _JUDGES = 16  # variations of so many samples as a step has, which are not learned from
 _CLOSE = 0.01  # of the answers' variance: an error below it is left as it is
 
 
-def refine_network(refiner: LayerRefiner, given: Sequence[Call], names: Sequence[str], blocks: Sequence[str]) -> bool:
+def recipe_for(effort: str, multiplications: int) -> NetworkRecipe | None:
+    """How to learn a network of so many multiplications a sample: ``fast`` takes fewer steps, or none, if it is large.
+
+    What a step costs is counted, not timed, so that the result is the same on every machine.
+    """
+    recipe = RECIPES[effort]
+    if effort == "fast":
+        affordable = _WORK // max(1, _PASSES * recipe.samples * multiplications)
+        recipe = replace(recipe, steps=min(recipe.steps, affordable))
+    return recipe if recipe.steps >= _LEAST_STEPS else None
+
+
+def refine_network(
+    refiner: LayerRefiner, given: Sequence[Call], names: Sequence[str], blocks: Sequence[str], recipe: NetworkRecipe
+) -> bool:
     """Learn these layers together, their weights on their grids; whether that was tried.
 
     It needs samples that can be varied, one tensor for an answer, and something to learn. The outputs of the blocks
@@ -32,17 +57,17 @@ def refine_network(refiner: LayerRefiner, given: Sequence[Call], names: Sequence
     reference, quantized = refiner.networks.both
     if not all(map(can_be_varied, given)) or not isinstance(given[0].first(1).run(reference), Tensor):
         return False
-    parts = [part for call in given for part in replace(call, labels=None).split(RECIPE.samples)]
+    parts = [part for call in given for part in replace(call, labels=None).split(recipe.samples)]
     judges = [(call, found[""]) for call, found in examples_of(reference, parts, _JUDGES, refiner.seed + 1)]
     variance = sum(float((answer - answer.mean(0)).square().sum()) for _, answer in judges)
     if squared_error(quantized, judges) < _CLOSE * variance:
         return False
-    shares = {"": 1.0, **{block: _BLOCKS / len(blocks) for block in blocks}}
+    shares = {"": 1.0, **{block: recipe.blocks / len(blocks) for block in blocks}}
     with kept_if_better(quantized, partial(squared_error, quantized, judges)):
-        examples = examples_of(reference, parts, RECIPE.steps, refiner.seed, shares)
+        examples = examples_of(reference, parts, recipe.steps, refiner.seed, shares)
         layers = {name: layer for name, layer in channels.layers_of(quantized) if name in names}
         bits = {name: refiner.bits[name].weights for name in names}
-        learn(quantized, layers, examples, RECIPE, bits=bits, shares=shares)
+        learn(quantized, layers, examples, recipe, bits=bits, shares=shares)
     return True
 
 

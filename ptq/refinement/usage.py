@@ -23,6 +23,7 @@ class Usage:
     layers: dict[str, int]  # Conv and Linear → how often it ran, in the order of execution
     once: frozenset[str]  # modules that ran once and returned a tensor
     largest_map: int  # bytes that a layer read or returned
+    multiplications: int  # of weights, in all layers
 
     def blocks(self, layers: Sequence[str]) -> dict[str, list[str]]:
         """Modules to learn as a whole → the layers in them, from among these.
@@ -48,23 +49,32 @@ def look_at_usage(model: nn.Module, call: Call) -> Usage:
     counts: dict[str, int] = {}
     layers: dict[str, int] = {}
     others: set[str] = set()  # return something that isn't a tensor
-    largest = 0
+    largest = multiplications = 0
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        nonlocal largest
+        nonlocal largest, multiplications
         counts[name] = counts.get(name, 0) + 1
         if not isinstance(output, Tensor):
             others.add(name)
         if isinstance(module, channels.LAYER_TYPES):
             layers[name] = counts[name]
-            largest = max(largest, *(x.nbytes for x in (*args, *kwargs.values(), output) if isinstance(x, Tensor)))
+            tensors = [x for x in (*args, *kwargs.values(), output) if isinstance(x, Tensor)]
+            largest = max(largest, *(x.nbytes for x in tensors))
+            multiplications += _multiplications(module, tensors[0], output)
 
     with attached(
         module.register_forward_hook(partial(look, name), with_kwargs=True) for name, module in model.named_modules()
     ):
         call.first(1).run(model)
     once = frozenset(name for name, count in counts.items() if count == 1 and name not in others)
-    return Usage(layers, once, largest)
+    return Usage(layers, once, largest, multiplications)
+
+
+def _multiplications(layer: channels.Layer, x: Tensor, output: Tensor) -> int:
+    """Each weight meets every output position, or every input position if the layer scatters its products."""
+    if not isinstance(layer, nn.Linear) and layer.transposed:
+        return layer.weight.numel() * x.numel() // channels.input_channels(layer)
+    return layer.weight.numel() * output.numel() // channels.output_channels(layer)
 
 
 def _parents(name: str) -> list[str]:

@@ -53,7 +53,7 @@ def network() -> nn.Module:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "RECIPE", replace(blocks.RECIPE, steps=20))
-    monkeypatch.setattr(whole, "RECIPE", replace(whole.RECIPE, steps=20))
+    monkeypatch.setitem(whole.RECIPES, "best", replace(whole.RECIPES["best"], steps=50))
 
 
 def images(seed: int, count: int = 64) -> list[Tensor]:
@@ -185,10 +185,17 @@ def test_outputs_within_a_block_count_by_their_share() -> None:
 
 def test_what_learning_makes_worse_is_left_as_it_was(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = ptq.calibrate(network, images(0))
-    for module in (blocks, whole):
-        monkeypatch.setattr(module, "RECIPE", Recipe(steps=5, weights=100.0, scales=5.0, biases=100.0))
-    fast, best = (refine(network, calibration, W3A3, images(0), effort).model for effort in ("fast", "best"))
-    assert all(torch.equal(value, best.state_dict()[key]) for key, value in fast.state_dict().items())
+    wild = whole.NetworkRecipe(steps=50, weights=100.0, scales=5.0, biases=100.0, blocks=1.0)
+    monkeypatch.setattr(blocks, "RECIPE", replace(wild, steps=5))
+    for effort in whole.RECIPES:
+        monkeypatch.setitem(whole.RECIPES, effort, wild)
+    fast, best = (refine(network, calibration, W3A3, images(0), effort) for effort in ("fast", "best"))
+    assert fast.learned_as_a_whole and best.learned_as_a_whole
+    monkeypatch.setattr(whole, "_WORK", 0)
+    without = refine(network, calibration, W3A3, images(0), "fast")
+    assert not without.learned_as_a_whole
+    for key, value in without.model.state_dict().items():
+        assert torch.equal(value, fast.model.state_dict()[key]) and torch.equal(value, best.model.state_dict()[key])
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -196,17 +203,42 @@ def test_best_learns_each_block(network: nn.Module) -> None:
     calibration = ptq.calibrate(network, images(0, 256))
     fast, best = (refine(network, calibration, W3A3, images(0, 256), effort) for effort in ("fast", "best"))
     assert list(best.blocks) == ["stage.0", "stage.1"] and fast.blocks == {}
-    assert best.learned_as_a_whole and not fast.learned_as_a_whole
+    assert best.learned_as_a_whole and fast.learned_as_a_whole
 
 
 def test_learning_the_whole_network_brings_it_closer(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On images that it hasn't seen, where the blocks were not learned before."""
-    monkeypatch.setattr(blocks, "RECIPE", Recipe(steps=1, weights=0.0, scales=0.0, biases=0.0))
-    monkeypatch.setattr(whole, "RECIPE", Recipe(steps=400))
+    """On images that it hasn't seen."""
+    monkeypatch.setitem(whole.RECIPES, "fast", replace(whole.RECIPES["fast"], steps=400))
     seen, scheme = images(0, 1024), Scheme(bits=Bits(4, 3))
     calibration = ptq.calibrate(network, seen)
-    fast, best = (refine(network, calibration, scheme, seen, effort, variations=0).model for effort in ("fast", "best"))
-    assert distance(best, network, images(1, 256)) < 0.9 * distance(fast, network, images(1, 256))
+    learned = refine(network, calibration, scheme, seen, variations=0)
+    monkeypatch.setattr(whole, "_WORK", 0)
+    left = refine(network, calibration, scheme, seen, variations=0)
+    assert learned.learned_as_a_whole and not left.learned_as_a_whole
+    assert distance(learned.model, network, images(1, 256)) < 0.9 * distance(left.model, network, images(1, 256))
+
+
+def test_large_networks_are_learned_in_fewer_steps_by_fast_and_the_largest_not_at_all() -> None:
+    """ResNet-20, with 41 million multiplications an image, takes all 200, ResNet-56 68 and ResNet-18 none."""
+    steps = [
+        recipe.steps if (recipe := whole.recipe_for("fast", count)) else 0
+        for count in (41_000_000, 125_500_000, 1_800_000_000)
+    ]
+    assert steps == [200, 68, 0]
+    assert whole.recipe_for("best", 10**12) == whole.RECIPES["best"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (nn.Conv2d(4, 6, 3, padding=1, stride=2, groups=2), (4, 8, 8), 6 * 2 * 9 * 4 * 4),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2), (4, 5, 5), 4 * 6 * 9 * 5 * 5),
+        (nn.Linear(4, 6), (7, 4), 4 * 6 * 7),
+    ],
+    ids=["convolution", "transposed", "linear"],
+)
+def test_multiplications_are_counted(layer: nn.Module, shape: tuple[int, ...], expected: int) -> None:
+    assert look_at_usage(layer, Call((torch.randn(2, *shape),), {}, None)).multiplications == expected
 
 
 def test_the_whole_network_is_learned_from_what_the_float_one_answers() -> None:
