@@ -108,7 +108,8 @@ def quantize(
     refine: Annotated[
         str,
         typer.Option(
-            help="none: rounded to nearest; fast: layer by layer, seconds; best: blocks and network learned, minutes."
+            help="none: rounded to nearest; fast: layer by layer, small networks then learned, a minute at most; "
+            "best: blocks and network learned, minutes."
         ),
     ] = "fast",
     budget: Annotated[

@@ -30,7 +30,8 @@ def quantize(
     """Quantize a copy of the model; ``options`` are those of ``ptq.quantization.quantize``.
 
     ``refine`` says what follows rounding to nearest: ``none``; ``fast``, which refines layer by layer on the
-    unlabelled ``batches``; or ``best``, which also learns the layers of each block together.
+    unlabelled ``batches``, and learns a small network as a whole for some steps; or ``best``, which learns the layers
+    of each block together, too, and the whole network for longer.
     """
     check_refine(refine)
     plain = quantization.quantize(model, calibration, weights, activations, **options)

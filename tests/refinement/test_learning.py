@@ -185,7 +185,7 @@ def test_outputs_within_a_block_count_by_their_share() -> None:
 
 def test_what_learning_makes_worse_is_left_as_it_was(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = ptq.calibrate(network, images(0))
-    wild = whole.NetworkRecipe(steps=50, weights=100.0, scales=5.0, biases=100.0, blocks=1.0)
+    wild = whole.NetworkRecipe(steps=50, weights=100.0, scales=5.0, biases=100.0, blocks=1.0, vary_each=1)
     monkeypatch.setattr(blocks, "RECIPE", replace(wild, steps=5))
     for effort in whole.RECIPES:
         monkeypatch.setitem(whole.RECIPES, effort, wild)
@@ -204,18 +204,6 @@ def test_best_learns_each_block(network: nn.Module) -> None:
     fast, best = (refine(network, calibration, W3A3, images(0, 256), effort) for effort in ("fast", "best"))
     assert list(best.blocks) == ["stage.0", "stage.1"] and fast.blocks == {}
     assert best.learned_as_a_whole and fast.learned_as_a_whole
-
-
-def test_learning_the_whole_network_brings_it_closer(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On images that it hasn't seen."""
-    monkeypatch.setitem(whole.RECIPES, "fast", replace(whole.RECIPES["fast"], steps=400))
-    seen, scheme = images(0, 1024), Scheme(bits=Bits(4, 3))
-    calibration = ptq.calibrate(network, seen)
-    learned = refine(network, calibration, scheme, seen, variations=0)
-    monkeypatch.setattr(whole, "_WORK", 0)
-    left = refine(network, calibration, scheme, seen, variations=0)
-    assert learned.learned_as_a_whole and not left.learned_as_a_whole
-    assert distance(learned.model, network, images(1, 256)) < 0.9 * distance(left.model, network, images(1, 256))
 
 
 def test_large_networks_are_learned_in_fewer_steps_by_fast_and_the_largest_not_at_all() -> None:
@@ -250,6 +238,13 @@ def test_the_whole_network_is_learned_from_what_the_float_one_answers() -> None:
     assert [len(target[""]) for _, target in found[:3]].count(8) == 1  # the last part is smaller, and comes along
     assert all(torch.equal(target[""], 2 * call.args[0]) for call, target in found)
     assert all(torch.equal(one[0].args[0], other[0].args[0]) for one, other in zip(found, again, strict=True))
+
+
+def test_one_in_so_many_examples_is_varied() -> None:
+    parts = [Call((torch.randn(16, 1, 8, 8),), {}, None) for _ in range(3)]
+    found = whole.examples_of(nn.Identity(), parts, 6, seed=0, vary_each=3)
+    plain = [any(torch.equal(call.args[0], part.args[0]) for part in parts) for call, _ in found]
+    assert plain == [False, True, True, False, True, True]
 
 
 @pytest.mark.usefixtures("few_steps")
