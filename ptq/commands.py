@@ -108,7 +108,7 @@ def quantize(
     refine: Annotated[
         str,
         typer.Option(
-            help="none: rounded to nearest; fast: layer by layer, small networks then learned, a minute at most; "
+            help="none: rounded to nearest; fast: layer by layer, small networks then learned, a minute or so; "
             "best: blocks and network learned, minutes."
         ),
     ] = "fast",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -251,23 +250,16 @@ def test_digits(digits: ptq.Task, digits_calibration: ptq.Calibration, monkeypat
     """The embedded network has depthwise convolutions behind ReLU6; each step brings it closer on unseen images."""
     smoothed = ptq.smooth(digits.model, digits_calibration, "auto", weights=3, activations=3, clip=True)
     plain = quantize_by(scheme("W3A3"), smoothed.model, smoothed.calibration)
-    refined, by_layer = (
-        refine(smoothed.model, smoothed.calibration, scheme("W3A3"), digits.calibration, samples=256, rows=2048)
-        for _ in learned_as_a_whole_or_not(monkeypatch)
-    )
+    given = smoothed.model, smoothed.calibration, scheme("W3A3"), digits.calibration
+    refined = refine(*given, samples=256, rows=2048)
+    monkeypatch.setattr(network, "_WORK", 0)
+    by_layer = refine(*given, samples=256, rows=2048)
     assert refined.skipped == {} and refined.learned_as_a_whole and not by_layer.learned_as_a_whole
     images = [images for images, _ in digits.evaluation]
     errors = [distance(found.model, digits.model, images) for found in (plain, by_layer, refined)]
     assert errors[1] < 0.7 * errors[0] and errors[2] < 0.95 * errors[1]
     before, after = (ptq.evaluate(found.model, digits.evaluation).top1 for found in (plain, refined))
     assert after >= before + 2
-
-
-def learned_as_a_whole_or_not(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """First as it is, then with no work to spend on learning."""
-    yield
-    monkeypatch.setattr(network, "_WORK", 0)
-    yield
 
 
 def test_quantize_refines_by_one_word(
