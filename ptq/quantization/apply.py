@@ -14,7 +14,7 @@ from ptq.attention import split_attention
 from ptq.batchnorm import fold_batchnorms
 from ptq.calibration import Calibration
 from ptq.errors import InputError, MismatchError
-from ptq.quantization.modules import is_quantized, prepare_layer, quantize_layer
+from ptq.quantization.modules import diffuse_input, is_quantized, prepare_layer, quantize_layer
 from ptq.quantization.scheme import Bits, Scheme
 from ptq.ranges import checked_observer
 from ptq.storage import load_state, read_tensors, write_tensors
@@ -33,6 +33,7 @@ class Quantized:
     source_fingerprint: str  # of the float, possibly smoothed model that was quantized
     batchnorms: dict[str, str]
     refine: str = "none"  # how far it went beyond rounding to the nearest
+    diffused: tuple[str, ...] = ()  # layers whose input, an image, has its rounding errors spread
 
     def save(self, path: str | Path) -> None:
         metadata = {
@@ -43,6 +44,7 @@ class Quantized:
             "source": self.source_fingerprint,
             "batchnorms": self.batchnorms,
             "refine": self.refine,
+            "diffused": self.diffused,
         }
         write_tensors(Path(path), "quantized model", self.model.state_dict(), metadata)
 
@@ -68,6 +70,7 @@ class Quantized:
             source_fingerprint=metadata["source"],
             batchnorms=metadata["batchnorms"],
             refine=metadata.get("refine", "none"),
+            diffused=tuple(metadata.get("diffused", ())),
         )
         quantized._prepare()
         load_state(quantized.model, state, path)
@@ -79,6 +82,8 @@ class Quantized:
         layers = dict(channels.layers_of(self.model))
         for name, bits in self.bits.items():
             prepare_layer(layers[name], bits, symmetric=self.scheme.symmetric_activations)
+        for name in self.diffused:
+            diffuse_input(layers[name])
 
 
 def quantize(

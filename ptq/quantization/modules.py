@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ptq import channels
 from ptq.calibration import LayerStatistics
-from ptq.formats import affine
+from ptq.formats import affine, diffusion
 from ptq.formats import format as read_format
 from ptq.hooks import pass_input_through
 from ptq.quantization.scheme import Bits
@@ -37,12 +37,35 @@ class FakeQuantize(nn.Module):
             self.scale.copy_(scale)
             self.zero_point.copy_(zero_point)
 
+    @property
+    def reach(self) -> float:
+        """From one end of the range to the other."""
+        first, last = affine.code_range(self.bits, symmetric=self.symmetric)
+        return (last - first) * float(self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
         first, last = affine.code_range(self.bits, symmetric=self.symmetric)
         return affine.fake(x, self.scale, self.zero_point, first, last)
 
     def extra_repr(self) -> str:
         return f"bits={self.bits}, {'symmetric' if self.symmetric else 'affine'}"
+
+
+class DiffusedQuantize(FakeQuantize):
+    """The same grid for a whole image, with the rounding error of each value spread over those rounded after it."""
+
+    spread: Tensor
+
+    def __init__(self, bits: int, channels: int, *, symmetric: bool = False) -> None:
+        super().__init__(bits, symmetric=symmetric)
+        size = 2 * diffusion.REACH + 1
+        self.register_buffer("spread", torch.zeros(channels, channels, size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:  # unbatched
+            return self(x[None])[0]  # type: ignore[no-any-return]
+        first, last = affine.code_range(self.bits, symmetric=self.symmetric)
+        return diffusion.diffused(x, float(self.scale), float(self.zero_point), first, last, self.spread)
 
 
 class FormatQuantize(nn.Module):
@@ -75,6 +98,18 @@ def prepare_layer(layer: channels.Layer, bits: Bits, *, symmetric: bool) -> None
         layer.add_module(ATTRIBUTE, FakeQuantize(bits.activations, symmetric=symmetric).to(device))
     if hasattr(layer, ATTRIBUTE):
         layer.register_forward_pre_hook(partial(pass_input_through, ATTRIBUTE), with_kwargs=True)
+
+
+def diffuse_input(layer: channels.Layer) -> DiffusedQuantize:
+    """Let a prepared layer's quantizer spread its errors, on the same grid; how is left to be set."""
+    plain = layer.get_submodule(ATTRIBUTE)
+    assert isinstance(plain, FakeQuantize)
+    diffused = DiffusedQuantize(plain.bits, channels.input_channels(layer), symmetric=plain.symmetric)
+    diffused.scale.copy_(plain.scale)
+    diffused.zero_point.copy_(plain.zero_point)
+    diffused.to(layer.weight.device)
+    setattr(layer, ATTRIBUTE, diffused)
+    return diffused
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from ptq.hooks import evaluating
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.refinement.blocks import refine_blocks
+from ptq.refinement.image import diffuse_image
 from ptq.refinement.memory import peak_memory
 from ptq.refinement.network import recipe_for, refine_network
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
@@ -57,6 +58,7 @@ def refine(
     memory: int = MEMORY,
     seed: int = 0,
     observer: str | None = None,
+    diffuse: bool = True,
 ) -> Refined:
     """Quantize a copy of the model as the scheme says, and refine it layer by layer on unlabelled batches.
 
@@ -66,6 +68,9 @@ def refine(
     the mean residual is zero. With the effort ``best`` the layers of each block are then learned together. In the end
     those of the whole network are, with ``fast`` in a few steps and only if the network is small. The same seed and
     batches give the same network.
+
+    Before all that, an image that the first layer reads in fewer than 8 bits is diffused: its rounding errors are
+    spread over neighbouring pixels, where that brings the answers closer. ``diffuse=False`` leaves it rounded.
 
     The first ``samples`` of the batches are used, and where these are floats so many ``variations`` of each: shifted,
     mirrored and mixed. There are fewer where their maps would take more than ``memory`` bytes. Each layer sees at most
@@ -92,6 +97,12 @@ def refine(
         skipped = {name: reason for name, bits in plain.bits.items() if (reason := _why_left(name, bits, usage))}
         names = [name for name in usage.layers if name in plain.bits and name not in skipped]
         refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
+        image = next(iter(usage.layers), None)
+        diffused = False
+        if diffuse and image in names:
+            extent = refiner.extent(image)
+            assert extent is not None
+            diffused = diffuse_image(networks, image, extent, given, seed)
         # What is only rounded passes no gradient on.
         blocks = {name: held for name, held in usage.blocks(names).items() if not layers_in(name, list(skipped))}
         if effort == "fast":
@@ -105,7 +116,7 @@ def refine(
             learnable = not skipped and len(names) > 1
             whole = learnable and recipe is not None and refine_network(refiner, given, names, list(blocks), recipe)
     return Refined(
-        **{**vars(plain), "refine": effort},
+        **{**vars(plain), "refine": effort, "diffused": (image,) if diffused else ()},
         skipped=skipped,
         blocks=blocks if effort == "best" else {},
         learned_as_a_whole=whole,

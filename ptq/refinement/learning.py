@@ -60,7 +60,7 @@ def learn(
     units: dict[str, float] = {}  # of squared errors: the variance of the first targets
     with torch.enable_grad(), _learned_inputs(layers) as inputs, watched(block, shares) as outputs:
         held = bits or {}
-        learned = [_LearnedLayer(name, layer, inputs.get(name), held.get(name)) for name, layer in layers.items()]
+        learned = [_LearnedLayer(name, layer, held.get(name)) for name, layer in layers.items()]
         optimizer = torch.optim.Adam(_parameters(learned, inputs, recipe))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.steps)
         for call, targets in examples:
@@ -159,7 +159,7 @@ class _LearnedInput(nn.Module):
 
     @property
     def reach(self) -> float:
-        return (self._last - self._first) * float(self.start)
+        return self.quantizer.reach
 
     def forward(self, x: Tensor) -> Tensor:
         return straight_through(x, self.scale, self._first, self._last)
@@ -172,15 +172,13 @@ class _LearnedLayer:
     it has none; the bias's in such steps times the range of the input; the grid's as the logarithm of its scales.
     """
 
-    def __init__(
-        self, name: str, layer: channels.Layer, quantized_input: _LearnedInput | None, bits: int | None
-    ) -> None:
+    def __init__(self, name: str, layer: channels.Layer, bits: int | None) -> None:
         self._prefix, self._layer, self._bits = f"{name}." if name else "", layer, bits
         scale = getattr(layer, "weight_scale", None)
         self._step = layer.weight.detach().abs().mean().expand(channels.output_channels(layer))  # [O]
         if isinstance(scale, Tensor):
             self._step = scale.detach().clone()
-        self._shift_unit = self._step * (quantized_input.reach if quantized_input is not None else 1.0)
+        self._shift_unit = self._step * getattr(getattr(layer, ATTRIBUTE, None), "reach", 1.0)
         self.change = torch.zeros_like(layer.weight).detach().requires_grad_()
         self.shift = torch.zeros_like(self._step).requires_grad_()
         self.stretch = torch.zeros_like(self._step).requires_grad_()
@@ -220,7 +218,7 @@ def _learned_inputs(layers: Mapping[str, channels.Layer]) -> Iterator[dict[str, 
     try:
         for name, layer in layers.items():
             quantizer = getattr(layer, ATTRIBUTE, None)
-            if isinstance(quantizer, FakeQuantize):
+            if type(quantizer) is FakeQuantize:  # a diffused image keeps its grid: its errors are no function of it
                 learned[name] = _LearnedInput(quantizer)
                 setattr(layer, ATTRIBUTE, learned[name])
         yield learned

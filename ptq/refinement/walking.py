@@ -17,7 +17,7 @@ from ptq.batches import Call
 from ptq.calibration import Calibration
 from ptq.hooks import attached
 from ptq.quantization import Bits
-from ptq.quantization.modules import ATTRIBUTE, FakeQuantize
+from ptq.quantization.modules import ATTRIBUTE, DiffusedQuantize, FakeQuantize
 from ptq.refinement.layer import refine_layer
 from ptq.refinement.lockstep import Walker, side_by_side, stop_here
 from ptq.refinement.rows import sampled_rows, weight_matrix
@@ -145,14 +145,19 @@ class LayerRefiner:
         groups, _, width = wanted.shape
         per_sample = -(-min(self.rows, max(_LEAST_ROWS, _ROW_VALUES // (groups * width))) // samples)
 
-        def rows_of(call: Call, way: Way) -> Tensor:
+        quantizer = getattr(layer, ATTRIBUTE, None)
+        assert quantizer is None or isinstance(quantizer, FakeQuantize)
+        whole = isinstance(quantizer, DiffusedQuantize)  # looks at whole images, and has its range
+
+        def rows_of(call: Call, way: Way, quantizer: FakeQuantize | None = None) -> Tensor:
             x: Tensor = call.args[0] if call.args else call.kwargs["input"]
+            x = x if quantizer is None else quantizer(x)
             return sampled_rows(x, layer, per_sample, first=way.first, seed=self.seed, valid=way.valid)
 
         found = distributed.merged(
             {
                 arrival.way.first: (
-                    rows_of(arrival.quantized, arrival.way),
+                    rows_of(arrival.quantized, arrival.way, quantizer if whole else None),
                     rows_of(arrival.reference, arrival.way) @ wanted.mT,
                 )
                 for arrival in arrived
@@ -160,19 +165,18 @@ class LayerRefiner:
         )
         rows, outputs = (torch.cat(parts, 1) for parts in zip(*found.values(), strict=True))
         del found  # as large as both together
-        quantizer = getattr(layer, ATTRIBUTE, None)
-        assert quantizer is None or isinstance(quantizer, FakeQuantize)
         refine_layer(
             layer,
             float_layer,
             self.bits[name].weights,
-            quantizer,
-            extent=self._extent(name),
+            None if whole else quantizer,
+            extent=self.extent(name),
             rows=rows,
             outputs=outputs,
         )
 
-    def _extent(self, name: str) -> tuple[float, float] | None:
+    def extent(self, name: str) -> tuple[float, float] | None:
+        """The range of a layer's input that the calibration saw."""
         if self.calibration is None:
             return None
         statistics = self.calibration.layers[name]
