@@ -7,6 +7,8 @@ waves, by ascending ``2y + x``: all of a wave at once, and their channels one af
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,7 +44,9 @@ def spread_of(correlation: Tensor, damping: float = DAMPING) -> Tensor:
     channels, lags = len(correlation), correlation.shape[-1] // 2
     reach = lags // 2
     shifts = torch.cartesian_prod(torch.arange(-reach, reach + 1), torch.arange(-reach, reach + 1))
-    places = torch.cat([torch.zeros(1, 2, dtype=torch.int64), shifts[shifts @ torch.tensor([_SLOPE, 1]) > 0]])  # the pixel, then later ones
+    places = torch.cat(
+        [torch.zeros(1, 2, dtype=torch.int64), shifts[shifts @ torch.tensor([_SLOPE, 1]) > 0]]
+    )  # the pixel, then later ones
     channel = torch.arange(channels).repeat(len(places))
     down, right = places.repeat_interleave(channels, dim=0).T  # in the order of rounding
     matrix = correlation.double().cpu()[
@@ -65,29 +69,38 @@ def diffused(x: Tensor, scale: float, zero_point: float, first: int, last: int, 
     """
     samples, channels, height, width = x.shape
     reach = spread.shape[2] // 2
-    wide = width + 2 * reach
+    first, last = first - zero_point, last - zero_point
     spread = spread.to(device=x.device, dtype=torch.float64)
-    down, right = (spread.abs().amax((0, 1)) > 0).nonzero().T - reach
-    elsewhere = (down != 0) | (right != 0)
-    down, right = down[elsewhere], right[elsewhere]
-    weights = spread[:, :, reach + down, reach + right].transpose(1, 2).flatten(1)  # [C, taps · C]
     within = spread[:, :, reach, reach].tolist()
+    around = spread.abs().amax((0, 1))  # [2R + 1, 2R + 1]
+    around[reach, reach] = 0
+    down, right = around.nonzero().T - reach
+    weights = spread[:, :, reach + down, reach + right].transpose(1, 2).flatten(1)  # [C, taps · C]
     steps = F.pad(x.double() / scale, (reach,) * 4).permute(2, 3, 1, 0).flatten(0, 1).contiguous()  # [P, C, N]
     errors = torch.zeros_like(steps)
+    wide = width + 2 * reach
     sources = -(down * wide + right)
-    for wave in range(_SLOPE * (height - 1) + width):
-        rows = torch.arange(max(0, -((width - 1 - wave) // _SLOPE)), min(height, wave // _SLOPE + 1), device=x.device)
-        own = (rows + reach) * wide + wave - _SLOPE * rows + reach
-        around = errors[(own[:, None] + sources).flatten()].view(len(own), -1, samples)  # [rows, taps · C, N]
-        values = (steps[own] + weights @ around).unbind(1)  # [rows, N] of each channel
-        made: list[Tensor] = []
-        codes: list[Tensor] = []
-        for value, shares in zip(values, within, strict=True):
-            for error, share in zip(made, shares, strict=False):
+    for own in _waves(height, width, reach, x.device):
+        near = errors.index_select(0, (own[:, None] + sources).flatten()).view(len(own), -1, samples)
+        values = torch.baddbmm(steps.index_select(0, own), weights.expand(len(own), -1, -1), near)  # [rows, C, N]
+        codes = torch.empty_like(values)
+        left = values.unbind(1)
+        for channel, (value, code) in enumerate(zip(left, codes.unbind(1), strict=True)):
+            for error, share in zip(left[:channel], within[channel], strict=False):
                 value.add_(error, alpha=share)
-            codes.append(value.round().clamp_(first - zero_point, last - zero_point))
-            made.append((codes[-1] - value).clamp_(-_PILED, _PILED))
-        errors[own] = torch.stack(made, 1)
-        steps[own] = torch.stack(codes, 1)
-    found = steps.view(-1, wide, channels, samples)[reach:-reach, reach:-reach] if reach else steps
-    return found.permute(3, 2, 0, 1).to(x).mul_(scale)
+            torch.round(value, out=code).clamp_(first, last)
+            torch.sub(code, value, out=value).clamp_(-_PILED, _PILED)  # now what is left
+        errors.index_copy_(0, own, values)
+        steps.index_copy_(0, own, codes)
+    found = steps.view(-1, wide, channels, samples)[reach : reach + height, reach : reach + width]
+    return found.permute(3, 2, 0, 1).to(x, memory_format=torch.contiguous_format).mul_(scale)
+
+
+@lru_cache(maxsize=8)
+def _waves(height: int, width: int, margin: int, device: torch.device) -> list[Tensor]:
+    """The pixels of each wave, by their index in a map with such a margin around."""
+    waves = []
+    for wave in range(_SLOPE * (height - 1) + width):
+        rows = torch.arange(max(0, -((width - 1 - wave) // _SLOPE)), min(height, wave // _SLOPE + 1), device=device)
+        waves.append((rows + margin) * (width + 2 * margin) + wave - _SLOPE * rows + margin)
+    return waves

@@ -20,7 +20,7 @@ from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.refinement.blocks import refine_blocks
 from ptq.refinement.image import diffuse_image
-from ptq.refinement.memory import peak_memory
+from ptq.refinement.memory import channels_last, peak_memory
 from ptq.refinement.network import recipe_for, refine_network
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
 from ptq.refinement.varying import can_be_varied, varied_samples
@@ -83,7 +83,7 @@ def refine(
     split_attention(reference)
     fold_batchnorms(reference, plain.batchnorms)
     networks = Networks(reference, plain.model)
-    with evaluating(*networks.both), torch.no_grad():
+    with evaluating(*networks.both), channels_last(*networks.both), torch.no_grad():
         first = next(iter(calls(batches, model, 1)), None)
         if first is None:
             raise InputError("refine: the data has no batch: give some of the calibration's")

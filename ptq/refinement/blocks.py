@@ -51,9 +51,9 @@ def _refine_block(refiner: LayerRefiner, block: str, names: Sequence[str], arriv
 
 
 @contextmanager
-def kept_if_better(module: nn.Module, error: Callable[[], float]) -> Iterator[None]:
-    """What is changed inside stays only if the error is less than before."""
-    before, error_before = copy.deepcopy(module.state_dict()), error()
+def kept_if_better(module: nn.Module, error: Callable[[], float], error_before: float | None = None) -> Iterator[None]:
+    """What is changed inside stays only if the error is less than before, which need not be measured if it is known."""
+    before, error_before = copy.deepcopy(module.state_dict()), error() if error_before is None else error_before
     yield
     if not error() < error_before:
         module.load_state_dict(before)

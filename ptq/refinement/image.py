@@ -24,7 +24,7 @@ from ptq.refinement.walking import Networks
 _ENOUGH_BITS = 8  # an image has no more
 _MOST_CHANNELS = 16  # of what may still be called an image; they are rounded one after the other
 _PARTS, _PART = 4, 64  # the samples that are looked at
-_SHARES = (1.0, 0.9, 0.8, 0.7)  # of the range
+_SHARES = (1.0, 0.9, 0.8)  # of the range
 
 
 def diffuse_image(

@@ -101,14 +101,15 @@ def round_weight(target: Tensor, hessian: Tensor, bits: int, several: int = 1) -
     """
     first, last = affine.code_range(bits, symmetric=True)
     absmax = target.abs().reshape(len(target), -1, several * target.shape[2]).amax(2)  # [g, O]
-    best, error, spread = target, torch.full_like(target[:, :, 0], torch.inf), torch.ones_like(target[:, :, 0])
-    for ratio in _clip_ratios(target, bits):
-        scale = affine.symmetric_scale(absmax * ratio, bits).to(target).repeat_interleave(several, 1)
-        found = rounding.compensated(target, hessian, scale, first, last)
-        found_error = rounding.shared_sum(rounding.output_error(found, target, hessian), several)
-        better = found_error < error
-        error, spread = torch.where(better, found_error, error), torch.where(better, scale, spread)
-        best = torch.where(better[:, :, None], found, best)
+    scales = [affine.symmetric_scale(absmax * ratio, bits).to(target) for ratio in _clip_ratios(target, bits)]
+    tried = torch.cat(scales, 1).repeat_interleave(several, 1)  # [g, ratios · o]: all at once, one below the other
+    targets = target.repeat(1, len(scales), 1)
+    found = rounding.compensated(targets, hessian, tried, first, last)
+    errors = rounding.shared_sum(rounding.output_error(found, targets, hessian), several)
+    apart = (len(target), len(scales), -1)
+    chosen = errors.view(apart).argmin(1, keepdim=True)  # [g, 1, o]
+    spread = tried.view(apart).gather(1, chosen)[:, 0]
+    best = found.view(*apart[:2], *target.shape[1:]).take_along_dim(chosen[:, :, :, None], 1)[:, 0]
     for _ in range(_ROUNDS):
         best = rounding.descended(best, target, hessian, spread, first, last)
         codes = (best / spread[:, :, None]).round_()

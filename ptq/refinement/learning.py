@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from ptq import channels
 from ptq.batches import Call
@@ -61,7 +63,7 @@ def learn(
     with torch.enable_grad(), _learned_inputs(layers) as inputs, watched(block, shares) as outputs:
         held = bits or {}
         learned = [_LearnedLayer(name, layer, held.get(name)) for name, layer in layers.items()]
-        optimizer = torch.optim.Adam(_parameters(learned, inputs, recipe))
+        optimizer = torch.optim.Adam(_parameters(learned, inputs, recipe), fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.steps)
         for call, targets in examples:
             overrides = {key: value for layer in learned for key, value in layer.parameters().items()}
@@ -70,9 +72,7 @@ def learn(
             units = units or {
                 name: float(target.var(0, correction=0).mean()) or 1.0 for name, target in targets.items()
             }
-            losses = [
-                share / units[name] * (outputs[name] - targets[name]).square().mean() for name, share in shares.items()
-            ]
+            losses = [share / units[name] * F.mse_loss(outputs[name], targets[name]) for name, share in shares.items()]
             optimizer.zero_grad()
             torch.autograd.backward(losses)
             optimizer.step()
@@ -127,19 +127,28 @@ class _StraightThrough(torch.autograd.Function):
         steps = x / scale
         codes = steps.round().clamp_(first, last)
         ctx.save_for_backward(steps, codes, scale)
-        ctx.ends = first, last
+        # A hair outside, since what is passed on is what lies between them.
+        ctx.ends = np.nextafter(np.float32(first), -np.inf), np.nextafter(np.float32(last), np.inf)
         return codes * scale
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
         steps, codes, scale = ctx.saved_tensors
-        first, last = ctx.ends
-        passed = gradient * ((steps >= first) & (steps <= last))
+        passed = torch.ops.aten.hardtanh_backward(gradient, steps, *map(float, ctx.ends))
         of_scale = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and scale.numel() == 1:
+            of_scale = (_dot(gradient, codes) - _dot(passed, steps)).view_as(scale)
+        elif ctx.needs_input_grad[1]:
             of_scale = torch.addcmul(gradient * codes, passed, steps, value=-1).sum_to_size(scale.shape)
         return (passed if ctx.needs_input_grad[0] else None), of_scale, None, None
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """``Σ a b``, as b lies in memory."""
+    if b.dim() == 4 and b.is_contiguous(memory_format=torch.channels_last):
+        a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
+    return torch.dot(a.flatten(), b.flatten())
 
 
 class _LearnedInput(nn.Module):

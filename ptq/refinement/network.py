@@ -24,13 +24,13 @@ class NetworkRecipe(Recipe):
 
 
 RECIPES = {
-    "fast": NetworkRecipe(steps=200, weights=0.03, scales=0.006, biases=0.006, blocks=3.0, vary_each=2),
-    "best": NetworkRecipe(steps=2400, weights=0.012, scales=0.001, biases=0.001, blocks=1.0, vary_each=1),
+    "fast": NetworkRecipe(steps=120, weights=0.03, scales=0.006, biases=0.006, blocks=3.0, vary_each=2),
+    "best": NetworkRecipe(steps=1800, weights=0.012, scales=0.001, biases=0.001, blocks=1.0, vary_each=1),
 }
 _WORK = 2**40  # multiplications that ``fast`` may learn with
 _PASSES = 4  # of a step: the float network forwards, the quantized one forwards and backwards, which counts twice
 _LEAST_STEPS = 50  # fewer change little
-_JUDGES = 32  # of as many samples as a step has; half of them are variations that are not learned from
+_JUDGES = 16  # of as many samples as a step has; half of them are variations that are not learned from
 _CLOSE = 0.01  # of the answers' variance: an error below it is left as it is
 
 
@@ -62,10 +62,11 @@ def refine_network(
     seen = examples_of(reference, parts, _JUDGES, refiner.seed + 1, vary_each=2)
     judges = [(call, found[""]) for call, found in seen]
     variance = sum(float((answer - answer.mean(0)).square().sum()) for _, answer in judges)
-    if squared_error(quantized, judges) < _CLOSE * variance:
+    before = squared_error(quantized, judges)
+    if before < _CLOSE * variance:
         return False
     shares = {"": 1.0, **{block: recipe.blocks / len(blocks) for block in blocks}}
-    with kept_if_better(quantized, partial(squared_error, quantized, judges)):
+    with kept_if_better(quantized, partial(squared_error, quantized, judges), before):
         examples = examples_of(reference, parts, recipe.steps, refiner.seed, shares, vary_each=recipe.vary_each)
         layers = {name: layer for name, layer in channels.layers_of(quantized) if name in names}
         bits = {name: refiner.bits[name].weights for name in names}

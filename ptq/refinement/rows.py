@@ -7,6 +7,7 @@ transposed convolution.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,7 @@ def _patches(x: Tensor, layer: channels.Layer, per_sample: int, first: int, seed
     return found.reshape(*found.shape[:2], chosen.shape[1], -1)
 
 
+@lru_cache(maxsize=256)  # the same for both networks and all layers with maps of one size
 def _positions(samples: int, positions: int, per_sample: int, first: int, seed: int) -> Tensor:
     """``[N, J]``, ascending: those positions of each sample whose hash of (seed, sample, position) is least."""
     if per_sample >= positions:

@@ -22,7 +22,7 @@ from ptq.refinement.layer import refine_layer
 from ptq.refinement.lockstep import Walker, side_by_side, stop_here
 from ptq.refinement.rows import sampled_rows, weight_matrix
 
-_ROW_VALUES = 2**25  # numbers in the rows of one layer, unless the least number of rows needs more
+_ROW_VALUES = 2**24  # numbers in the rows of one layer, unless the least number of rows needs more
 _LEAST_ROWS = 2**14
 
 
