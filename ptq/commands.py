@@ -120,6 +120,9 @@ def quantize(
     ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric activations, zero-point 0.")] = False,
     keep_batchnorm: Annotated[bool, typer.Option("--keep-batchnorm", help="Don't fold BatchNorm first.")] = False,
+    diffuse: Annotated[
+        bool, typer.Option("--diffuse/--no-diffuse", help="Spread the rounding errors of an image in few bits.")
+    ] = True,
     use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use the smoothed model, if any.")] = True,
 ) -> None:
     """Quantize: --weights 8 --activations 8, or --bits W8A8."""
@@ -137,6 +140,7 @@ def quantize(
         overrides=tuple(parse_override(text) for text in override or []),
         symmetric_activations=symmetric,
         fold_batchnorm=not keep_batchnorm,
+        diffuse_image=diffuse,
     )
     how = {"use_smoothed": use_smoothed, "observer": observer, "refine": refine}
     allocation: Allocation | None = None
@@ -155,6 +159,7 @@ def quantize(
         "bits": {name: str(layer_bits) for name, layer_bits in quantized.bits.items()},
         "observer": quantized.observer,
         "refine": refine,
+        "diffused": list(quantized.diffused),
         "peak_memory": getattr(quantized, "peak_memory", None),
         **({"mixed": allocation.to_json()} if allocation else {}),
     }

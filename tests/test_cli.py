@@ -161,6 +161,12 @@ def test_patterns_reach_the_layers(cli: Cli) -> None:
     assert finished.json["scheme"]["fold_batchnorm"] is False
 
 
+def test_images_in_few_bits_are_diffused_unless_told_otherwise(cli: Cli) -> None:
+    finished, rounded = (cli("quantize", "--json", "--bits", "W8A3", *more) for more in ([], ["--no-diffuse"]))
+    assert len(finished.json["diffused"]) == 1 and finished.json["scheme"]["diffuse_image"] is True
+    assert rounded.json["diffused"] == [] and rounded.json["scheme"]["diffuse_image"] is False
+
+
 @pytest.mark.parametrize("observer", ["percentile", "entropy", "mse"])
 def test_observers_go_all_the_way(cli: Cli, observer: str) -> None:
     assert cli("calibrate", "--observer", observer, "--batches", "3").code == 0

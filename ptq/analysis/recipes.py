@@ -86,6 +86,8 @@ def scheme_options(scheme: Scheme) -> Iterator[str]:
         yield "--symmetric"
     if not scheme.fold_batchnorm:
         yield "--keep-batchnorm"
+    if not scheme.diffuse_image:
+        yield "--no-diffuse"
 
 
 def _width(bits: int | None) -> str:

@@ -25,6 +25,7 @@ from ptq.export.packages import required
 from ptq.formats import affine
 from ptq.quantization import FakeQuantize, Quantized
 from ptq.quantization.modules import ATTRIBUTE as INPUT
+from ptq.quantization.modules import DiffusedQuantize
 
 WEIGHT = "weight_quantizer"
 _KINDS = (INPUT, WEIGHT)
@@ -37,6 +38,8 @@ def amax_of(quantized: Quantized) -> dict[str, Tensor]:
         layer = quantized.model.get_submodule(name)
         assert isinstance(layer, channels.LAYER_TYPES)
         quantizer = getattr(layer, INPUT, None)
+        if isinstance(quantizer, DiffusedQuantize):
+            raise InputError(f"{name}: its image is diffused, NVIDIA's quantizers round: quantize with --no-diffuse")
         if bits.weight_format or not (quantizer is None or isinstance(quantizer, FakeQuantize)):
             raise InputError(f"{name}: a number format has no amax: quantize it with bits, or exclude it")
         if quantizer is not None:

@@ -25,11 +25,10 @@ def correlation_of(gradients: Tensor, lags: int = 2 * REACH) -> Tensor:
     For shifts d of up to so many rows and columns, that of none in the middle. A small change e of an image changes
     what the gradients are of by ``Σ g e``, and K says what the square of that is on average, wherever e is.
     """
-    height, width = (size + lags for size in gradients.shape[2:])  # so that no shift wraps around
+    height, width = (lags + max(size, lags + 1) for size in gradients.shape[2:])  # so that no shift wraps around
     spectrum = torch.fft.rfft2(gradients.double(), s=(height, width))  # [N, C, f, f]
     cross = torch.einsum("nayx,nbyx->abyx", spectrum.conj(), spectrum)
-    found = torch.fft.irfft2(cross, s=(height, width))
-    found = F.pad(found, (0, max(0, 2 * lags + 1 - width), 0, max(0, 2 * lags + 1 - height)))
+    found: Tensor = torch.fft.irfft2(cross, s=(height, width))
     return found.roll((lags, lags), (2, 3))[:, :, : 2 * lags + 1, : 2 * lags + 1]
 
 
@@ -62,6 +61,7 @@ def spread_of(correlation: Tensor, damping: float = DAMPING) -> Tensor:
     return spread
 
 
+@torch.no_grad()
 def diffused(x: Tensor, scale: float, zero_point: float, first: int, last: int, spread: Tensor) -> Tensor:
     """Images [N, C, H, W] on the grid ``(q - zero_point) · scale``, their rounding errors spread.
 
@@ -69,7 +69,7 @@ def diffused(x: Tensor, scale: float, zero_point: float, first: int, last: int, 
     """
     samples, channels, height, width = x.shape
     reach = spread.shape[2] // 2
-    first, last = first - zero_point, last - zero_point
+    low, high = first - zero_point, last - zero_point
     spread = spread.to(device=x.device, dtype=torch.float64)
     within = spread[:, :, reach, reach].tolist()
     around = spread.abs().amax((0, 1))  # [2R + 1, 2R + 1]
@@ -88,7 +88,7 @@ def diffused(x: Tensor, scale: float, zero_point: float, first: int, last: int, 
         for channel, (value, code) in enumerate(zip(left, codes.unbind(1), strict=True)):
             for error, share in zip(left[:channel], within[channel], strict=False):
                 value.add_(error, alpha=share)
-            torch.round(value, out=code).clamp_(first, last)
+            torch.round(value, out=code).clamp_(low, high)
             torch.sub(code, value, out=value).clamp_(-_PILED, _PILED)  # now what is left
         errors.index_copy_(0, own, values)
         steps.index_copy_(0, own, codes)
@@ -103,4 +103,4 @@ def _waves(height: int, width: int, margin: int, device: torch.device) -> list[T
     for wave in range(_SLOPE * (height - 1) + width):
         rows = torch.arange(max(0, -((width - 1 - wave) // _SLOPE)), min(height, wave // _SLOPE + 1), device=device)
         waves.append((rows + margin) * (width + 2 * margin) + wave - _SLOPE * rows + margin)
-    return waves
+    return [wave for wave in waves if len(wave)]

@@ -101,6 +101,7 @@ def quantize(
     overrides: Mapping[str, str] | None = None,
     symmetric_activations: bool = False,
     keep_batchnorm: bool = False,
+    diffuse_image: bool = True,
     observer: str | None = None,
 ) -> Quantized:
     """Quantize a copy of the model; ``bits="W4A4"`` says the same as ``weights=4, activations=4``.
@@ -108,7 +109,8 @@ def quantize(
     ``include`` and ``exclude`` are shell patterns over layer names, ``overrides`` maps such patterns to bits
     (``{"classifier*": "W8A8"}``). ``observer`` defaults to the calibration's own. ``weight_format`` and
     ``activation_format`` are texts of ``ptq.format`` that take the place of the bits, except in layers that
-    ``first_last`` or ``overrides`` name; an activation format finds its ranges in each batch.
+    ``first_last`` or ``overrides`` name; an activation format finds its ranges in each batch. ``diffuse_image`` says
+    what refinement may do to an image in fewer than 8 bits.
     """
     scheme = Scheme(
         bits=replace(
@@ -122,6 +124,7 @@ def quantize(
         overrides=tuple((pattern, Bits.parse(text)) for pattern, text in (overrides or {}).items()),
         symmetric_activations=symmetric_activations,
         fold_batchnorm=not keep_batchnorm,
+        diffuse_image=diffuse_image,
     )
     return quantize_by(scheme, model, calibration, observer)
 

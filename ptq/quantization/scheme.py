@@ -84,6 +84,7 @@ class Scheme:
     overrides: tuple[tuple[str, Bits], ...] = ()  # pattern → bits; the last that matches wins
     symmetric_activations: bool = False
     fold_batchnorm: bool = True
+    diffuse_image: bool = True  # refinement may spread the rounding errors of an image in fewer than 8 bits
 
     def __post_init__(self) -> None:
         if self.first_last is not None:

@@ -58,7 +58,6 @@ def refine(
     memory: int = MEMORY,
     seed: int = 0,
     observer: str | None = None,
-    diffuse: bool = True,
 ) -> Refined:
     """Quantize a copy of the model as the scheme says, and refine it layer by layer on unlabelled batches.
 
@@ -69,8 +68,8 @@ def refine(
     those of the whole network are, with ``fast`` in a few steps and only if the network is small. The same seed and
     batches give the same network.
 
-    Before all that, an image that the first layer reads in fewer than 8 bits is diffused: its rounding errors are
-    spread over neighbouring pixels, where that brings the answers closer. ``diffuse=False`` leaves it rounded.
+    Before all that, an image that the first layer reads in fewer than 8 bits is diffused, if the scheme lets it: its
+    rounding errors are spread over neighbouring pixels, where that brings the answers closer.
 
     The first ``samples`` of the batches are used, and where these are floats so many ``variations`` of each: shifted,
     mirrored and mixed. There are fewer where their maps would take more than ``memory`` bytes. Each layer sees at most
@@ -97,12 +96,8 @@ def refine(
         skipped = {name: reason for name, bits in plain.bits.items() if (reason := _why_left(name, bits, usage))}
         names = [name for name in usage.layers if name in plain.bits and name not in skipped]
         refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
-        image = next(iter(usage.layers), None)
-        diffused = False
-        if diffuse and image in names:
-            extent = refiner.extent(image)
-            assert extent is not None
-            diffused = diffuse_image(networks, image, extent, given, seed)
+        image = next(iter(usage.layers))
+        diffused = scheme.diffuse_image and image in names and diffuse_image(refiner, image, given)
         # What is only rounded passes no gradient on.
         blocks = {name: held for name, held in usage.blocks(names).items() if not layers_in(name, list(skipped))}
         if effort == "fast":

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -19,47 +18,54 @@ from ptq.hooks import attached
 from ptq.quantization.modules import ATTRIBUTE, FakeQuantize, diffuse_input
 from ptq.refinement.blocks import squared_error
 from ptq.refinement.learning import fresh
-from ptq.refinement.walking import Networks
+from ptq.refinement.walking import LayerRefiner
 
 _ENOUGH_BITS = 8  # an image has no more
 _MOST_CHANNELS = 16  # of what may still be called an image; they are rounded one after the other
-_PARTS, _PART = 4, 64  # the samples that are looked at
+_SAMPLES = 256  # that are looked at
 _SHARES = (1.0, 0.9, 0.8)  # of the range
 
 
-def diffuse_image(
-    networks: Networks, name: str, extent: tuple[float, float], given: Sequence[Call], seed: int = 0
-) -> bool:
+def diffuse_image(refiner: LayerRefiner, name: str, given: Sequence[Call]) -> bool:
     """Diffuse the input of this layer, the first one, if that brings the float network's answers closer.
 
-    Closer than rounding to nearest: both are tried, in the float network, with several shares of the ``extent``. How
-    its errors are spread follows from the gradients of the answers, each in a random direction.
+    Closer than rounding to nearest: both are tried, in the float network, with several shares of the range. How errors
+    are spread follows from the gradients of the answers. Returns whether it was done.
     """
-    reference, layer = networks.modules(name)
+    network = refiner.networks.reference
+    reference, layer = refiner.networks.modules(name)
     quantizer = getattr(layer, ATTRIBUTE, None)
     if not isinstance(layer, nn.Conv2d) or type(quantizer) is not FakeQuantize or quantizer.bits >= _ENOUGH_BITS:
         return False
-    if channels.input_channels(layer) > _MOST_CHANNELS:
+    extent = refiner.extent(name)
+    if extent is None or channels.input_channels(layer) > _MOST_CHANNELS:
         return False
-    parts = [*islice(chain.from_iterable(replace(call, labels=None).split(_PART) for call in given), _PARTS)]
-    generator = torch.Generator().manual_seed(seed)
-    gradients = [_gradients(networks.reference, reference, part, generator) for part in parts]
+    parts = list(_first(given, _SAMPLES))
+    generator = torch.Generator().manual_seed(refiner.seed)
+    gradients = [_gradients(network, reference, part, generator) for part in parts]
     correlations = [diffusion.correlation_of(gradient) for gradient in gradients if gradient is not None]
     if len(correlations) < len(parts):
         return False
     plain, diffused = copy.deepcopy(quantizer), diffuse_input(copy.deepcopy(layer))
     diffused.spread.copy_(diffusion.spread_of(torch.stack(correlations).sum(0)))
-    examples = [(part, fresh(part).run(networks.reference)) for part in parts]
+    examples = [(part, fresh(part).run(network)) for part in parts]
 
     def error(tried: tuple[FakeQuantize, float]) -> float:
         with _input_through(reference, _set(*tried, extent)):
-            return squared_error(networks.reference, examples)
+            return squared_error(network, examples)
 
     chosen, share = min(((each, share) for each in (plain, diffused) for share in _SHARES), key=error)
     if chosen is plain:
         return False
     setattr(layer, ATTRIBUTE, _set(chosen, share, extent))
     return True
+
+
+def _first(given: Sequence[Call], samples: int) -> Iterator[Call]:
+    for call in given:
+        if samples > 0:
+            yield replace(call, labels=None).first(samples)
+        samples -= call.samples
 
 
 def _set(quantizer: FakeQuantize, share: float, extent: tuple[float, float]) -> FakeQuantize:

@@ -73,6 +73,8 @@ def learn(
                 name: float(target.var(0, correction=0).mean()) or 1.0 for name, target in targets.items()
             }
             losses = [share / units[name] * F.mse_loss(outputs[name], targets[name]) for name, share in shares.items()]
+            if not any(loss.requires_grad for loss in losses):
+                break  # the network cuts its gradients off
             optimizer.zero_grad()
             torch.autograd.backward(losses)
             optimizer.step()

@@ -120,6 +120,15 @@ def test_unsigned_inputs(batches: list[Tensor]) -> None:
     torch.testing.assert_close(theirs(batches[0]), quantized.model(batches[0]), rtol=0, atol=1e-5)
 
 
+def test_a_diffused_image_is_refused(batches: list[Tensor]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 5), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    calibration = ptq.calibrate(model, batches)
+    made = ptq.quantize(model, calibration, bits="W8A3", symmetric_activations=True, refine="fast", batches=batches)
+    assert made.diffused
+    with pytest.raises(InputError, match=r"0: its image is diffused.* --no-diffuse"):
+        nvidia.amax_of(made)
+
+
 def test_what_does_not_fit_is_named(model: nn.Module, batches: list[Tensor]) -> None:
     calibration = ptq.calibrate(model, batches)
     with pytest.raises(InputError, match=r"0: its input has zero-point .* symmetric activations"):

@@ -212,7 +212,7 @@ def test_large_networks_are_learned_in_fewer_steps_by_fast_and_the_largest_not_a
         recipe.steps if (recipe := whole.recipe_for("fast", count)) else 0
         for count in (41_000_000, 125_500_000, 1_800_000_000)
     ]
-    assert steps == [200, 68, 0]
+    assert steps == [120, 68, 0]
     assert whole.recipe_for("best", 10**12) == whole.RECIPES["best"]
 
 
@@ -275,7 +275,7 @@ def test_what_was_learned_is_on_the_grid_and_in_the_file(network: nn.Module, tmp
         steps = layer.weight.detach().flatten(1) / layer.weight_scale[:, None]
         torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
         assert float(steps.abs().max()) < 3 + 1e-4
-        assert type(layer.input_quantizer) is FakeQuantize
+        assert isinstance(layer.input_quantizer, FakeQuantize)
     best.save(tmp_path / "best.safetensors")
     loaded = ptq.Quantized.load(tmp_path / "best.safetensors", network, calibration)
     assert distance(loaded.model, best.model, images(1)) == 0
