@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 REQUIREMENTS = None
-EFFORTS = {"rounded": "none", "smoothed, --refine fast": "fast", "smoothed, --refine best": "best"}
-RECIPES = dict.fromkeys(EFFORTS, ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8"))
+WIDTHS = ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8")
+ROUNDED = ", image rounded"  # as others do; with 8 bits it always is
+RECIPES = {"rounded": WIDTHS} | {
+    f"smoothed, --refine {effort}{image}": ("W4A4", "W3A3") if image else WIDTHS
+    for effort in ("fast", "best")
+    for image in ("", ROUNDED)
+}
 
 
 class Network:
@@ -23,11 +28,13 @@ class Network:
 def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Network:
     import ptq
 
-    effort, calibration = EFFORTS[recipe], ptq.calibrate(model, batches)
+    effort = recipe.removesuffix(ROUNDED).split()[-1] if "--refine" in recipe else "none"
+    calibration = ptq.calibrate(model, batches)
     if effort != "none":
         smoothed = ptq.smooth(model, calibration, "auto", weights=bits.weights, activations=bits.activations, clip=True)
         model, calibration = smoothed.model, smoothed.calibration
     options = {"refine": effort, "batches": batches, "first_last": bits.outer}
+    options["diffuse_image"] = not recipe.endswith(ROUNDED)
     return Network(ptq.quantize(model, calibration, bits.weights, bits.activations, **options))
 
 
