@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import ptq
 from ptq.formats import affine
-from ptq.quantization import Quantized
+from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.modules import DiffusedQuantize, FakeQuantize
-from ptq.refinement import Refined, quantize
+from ptq.refinement import Refined, quantize, refine
 
 
 class Averages(nn.Module):
@@ -115,11 +115,12 @@ def test_a_file_gives_the_same_network(images: list[Tensor], tmp_path: Path, eff
 
 def test_digits(digits: ptq.Task, digits_calibration: ptq.Calibration) -> None:
     """Unseen digits in 3 bits, the rest in 8: closer to the float network's answers than rounded ones."""
-    options = {"bits": "W8A8", "overrides": {"features.0.conv": "W8A3"}, "refine": "fast"}
     images = [images for images, _ in digits.evaluation]
     errors = []
     for how in (True, False):
-        made = quantize(digits.model, digits_calibration, batches=digits.calibration, diffuse_image=how, **options)  # type: ignore[arg-type]
+        first = (("features.0.conv", Bits(8, 3)),)
+        scheme = Scheme(bits=Bits(8, 8), overrides=first, diffuse_image=how)
+        made = refine(digits.model, digits_calibration, scheme, digits.calibration, samples=128, rows=2048)
         assert bool(made.diffused) is how
         errors.append(error(made.model, digits.model, images))
     assert errors[0] < 0.9 * errors[1]
