@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -132,6 +132,43 @@ def _first(batch: Batch, samples: int) -> Batch:
     if isinstance(batch, (tuple, list)):
         return tuple(_first(value, samples) for value in batch)
     return batch[:samples] if isinstance(batch, Tensor) and batch.dim() else batch
+
+
+def regrouped(batches: Batches, size: int) -> Iterator[Batch]:
+    """Neighbours joined into batches of at most ``size`` samples, where they look alike; larger ones as they are."""
+    group: list[Batch] = []
+    held = 0
+    for batch in batches:
+        samples = as_call(batch).samples
+        if group and (held + samples > size or _look(batch, samples) != _look(group[-1], as_call(group[-1]).samples)):
+            yield _joined(group)
+            group, held = [], 0
+        group.append(batch)
+        held += samples
+    if group:
+        yield _joined(group)
+
+
+def _look(batch: Batch, samples: int) -> Any:
+    """What has to be equal in batches that are joined. A tensor without an entry for each sample equals no other."""
+    if isinstance(batch, Mapping):
+        return {key: _look(value, samples) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [_look(value, samples) for value in batch]
+    if isinstance(batch, Tensor) and batch.dim():
+        return batch.shape[1:] if len(batch) == samples else object()
+    return repr(batch)
+
+
+def _joined(group: Sequence[Batch]) -> Batch:
+    head = group[0]
+    if len(group) == 1:
+        return head
+    if isinstance(head, Mapping):
+        return {key: _joined([part[key] for part in group]) for key in head}
+    if isinstance(head, (tuple, list)):
+        return tuple(_joined(values) for values in zip(*group, strict=True))
+    return torch.cat(list(group)) if isinstance(head, Tensor) and head.dim() else head
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy import special
 from torch import Tensor
 
-from ptq.batches import Batch, Batches, Call, as_call
+from ptq.batches import Batch, Batches, Call, as_call, regrouped
 from ptq.errors import InputError
 
 CONFIDENCE = 0.95
@@ -287,7 +287,7 @@ class Shuffled:
             if len(here):
                 parts.append(_taken(batch, torch.from_numpy(here)))
             first += size
-        return Stretch(np.flatnonzero(chosen), list(_regrouped(parts, self._batch_size)))
+        return Stretch(np.flatnonzero(chosen), list(regrouped(parts, self._batch_size)))
 
 
 def _bytes_of_a_sample(call: Call) -> int:
@@ -301,34 +301,3 @@ def _taken(batch: Batch, chosen: Tensor) -> Batch:
     if isinstance(batch, (tuple, list)):
         return tuple(_taken(value, chosen) for value in batch)
     return batch[chosen] if isinstance(batch, Tensor) and batch.dim() else batch
-
-
-def _regrouped(parts: Sequence[Batch], size: int) -> Iterator[Batch]:
-    """Small batches joined into some of about that size, where their shapes allow it."""
-    group: list[Batch] = []
-    for part in parts:
-        fits = group and _shapes(part) == _shapes(group[0])
-        if group and not (fits and sum(as_call(member).samples for member in (*group, part)) <= size):
-            yield _joined(group)
-            group = []
-        group.append(part)
-    if group:
-        yield _joined(group)
-
-
-def _shapes(batch: Batch) -> Any:
-    """What has to be equal in batches that are joined: all but the number of samples."""
-    if isinstance(batch, Mapping):
-        return {key: _shapes(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return [_shapes(value) for value in batch]
-    return tuple(batch.shape[1:]) if isinstance(batch, Tensor) and batch.dim() else repr(batch)
-
-
-def _joined(group: Sequence[Batch]) -> Batch:
-    head = group[0]
-    if isinstance(head, Mapping):
-        return {key: _joined([part[key] for part in group]) for key in head}
-    if isinstance(head, (tuple, list)):
-        return tuple(_joined(values) for values in zip(*group, strict=True))
-    return torch.cat(list(group)) if isinstance(head, Tensor) and head.dim() else head

@@ -11,7 +11,7 @@ from torch import nn
 
 from ptq import distributed
 from ptq.attention import split_attention
-from ptq.batches import Batches, calls, limited
+from ptq.batches import Batches, calls, limited, regrouped
 from ptq.batchnorm import fold_batchnorms
 from ptq.calibration import Calibration
 from ptq.errors import InputError
@@ -31,6 +31,7 @@ SAMPLES = 1024
 VARIATIONS = 1  # of each sample, beside the sample itself
 ROWS = 2**17
 MEMORY = 2**31  # bytes that the maps of all samples may take
+_TOGETHER, _MAP_TOGETHER = 512, 2**25  # samples, and bytes of their largest map, that walk together: threads cost time
 _MAPS_HELD = 6  # of the largest size, by a sample: input, output and shortcut in each of the two networks
 
 
@@ -87,8 +88,10 @@ def refine(
         if first is None:
             raise InputError("refine: the data has no batch: give some of the calibration's")
         usage = look_at_usage(reference, first)
-        affordable = max(1, memory // max(1, _MAPS_HELD * usage.largest_map))
-        given = list(calls(limited(batches, min(samples, affordable)), model))
+        largest_map = max(1, usage.largest_map)
+        affordable = max(1, memory // (_MAPS_HELD * largest_map))
+        used = regrouped(limited(batches, min(samples, affordable)), min(_TOGETHER, _MAP_TOGETHER // largest_map))
+        given = list(calls(used, model))
         seen = given
         if variations and all(map(can_be_varied, given)):
             affordable //= sum(call.samples for call in given)

@@ -14,7 +14,7 @@ from ptq.quantization.modules import FakeQuantize
 from ptq.refinement import rounding
 from ptq.refinement.rows import contributions, weight_matrix, write_weight
 
-DAMPING = 0.001  # λ of the least squares and of the rounding, as a share of the mean diagonal
+DAMPING = 0.03  # λ of the least squares and of the rounding, as a share of the mean diagonal: rows are only a sample
 _ROUNDS = 3  # of coordinate descent and scales fitted again
 _COARSE = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # shares of an activation's range: 1.0 … 0.2
 _FINE = 0.05  # steps around the best of them

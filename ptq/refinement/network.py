@@ -24,7 +24,7 @@ class NetworkRecipe(Recipe):
 
 
 RECIPES = {
-    "fast": NetworkRecipe(steps=120, weights=0.03, scales=0.006, biases=0.006, blocks=3.0, vary_each=2),
+    "fast": NetworkRecipe(steps=160, weights=0.03, scales=0.006, biases=0.006, blocks=3.0, vary_each=2),
     "best": NetworkRecipe(steps=1800, weights=0.012, scales=0.001, biases=0.001, blocks=1.0, vary_each=1),
 }
 _WORK = 2**40  # multiplications that ``fast`` may learn with
