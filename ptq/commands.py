@@ -54,7 +54,12 @@ def calibrate(
 def smooth(
     run: "Run",
     screen: Screen,
-    alpha: Annotated[str, typer.Option(help="How much moves to the weights, 0 to 1; auto: by layer.")] = "0.5",
+    alpha: Annotated[
+        str,
+        typer.Option(
+            help="How much moves to the weights, 0 to 1; auto: by layer; equalize: weights of one size across layers."
+        ),
+    ] = "0.5",
     bits: Annotated[str | None, typer.Option(help="The bits that --alpha auto is searched for.")] = None,
     clip: Annotated[bool, typer.Option("--clip", help="Search clipped ranges, too (--alpha auto).")] = False,
     explicit: Annotated[
@@ -68,7 +73,7 @@ def smooth(
     if bits and alpha != "auto":
         raise InputError(f"--bits {bits}: only the search needs them: use --alpha auto, or leave them to ptq quantize")
     smoothed = run.smooth(
-        "auto" if alpha == "auto" else parse_alpha(alpha),
+        alpha if alpha in ("auto", "equalize") else parse_alpha(alpha),  # type: ignore[arg-type]
         form=form,  # type: ignore[arg-type]
         explicit=explicit,  # type: ignore[arg-type]
         bits=Bits.parse(bits or "W8A8"),
@@ -109,7 +114,8 @@ def quantize(
         str,
         typer.Option(
             help="none: rounded to nearest; fast: layer by layer, small networks then learned, a minute or so; "
-            "best: blocks and network learned, minutes."
+            "best: blocks and network learned, minutes. Or steps alone, of image,ranges,weights,rounding,bias,blocks,"
+            "network."
         ),
     ] = "fast",
     budget: Annotated[
@@ -313,7 +319,7 @@ def parse_alpha(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise InputError(f"--alpha {text!r}: give a number from 0 to 1, or auto") from error
+        raise InputError(f"--alpha {text!r}: give a number from 0 to 1, auto or equalize") from error
 
 
 def parse_alphas(text: str) -> list[float]:

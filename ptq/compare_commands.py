@@ -1,6 +1,6 @@
 """``ptq compare``: networks that reach the same bits in different ways, or one network at every precision."""
 
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +26,7 @@ def compare(
         ),
     ] = None,
     alpha: Annotated[str, typer.Option(help="Of the smoothed network: a number, or best.")] = "best",
-    refine: Annotated[str, typer.Option(help="Also a refined network, fast or best; or none.")] = "fast",
+    refine: Annotated[str, typer.Option(help="Also a refined network: as in ptq quantize.")] = "fast",
     images: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     error_batches: Annotated[int, typer.Option(help="Batches for the per-layer errors.")] = 8,
 ) -> None:
@@ -34,7 +34,7 @@ def compare(
     if bits is not None and not bits.lower().startswith("w"):
         _compare_precisions(run, screen, bits, images)
         return
-    from ptq.refinement import Refine
+    from ptq.refinement import steps_of
     from ptq.report import compare_plots, plots
     from ptq.report.page import write_page
     from ptq.storage import read_json
@@ -43,8 +43,7 @@ def compare(
     from ptq.training.comparison import Comparison, correlations_in
     from ptq.training.comparison import compare as measure
 
-    if refine not in get_args(Refine):
-        raise InputError(f"--refine {refine!r}: choose none, fast or best")
+    steps_of(refine)  # before any work is done
     task, folder = run.task, run.folder / "baselines"
     given = None if alpha == "best" else _alpha(alpha)
     widths = _widths(bits, run)
@@ -57,7 +56,7 @@ def compare(
         if value is None:
             value, why = best_alpha(task.model, calibration, width, sweep)
             run.say(f"{width}: α = {value:g}, {why}")
-        candidates += post_training(task, calibration, width, value, refine)  # type: ignore[arg-type]
+        candidates += post_training(task, calibration, width, value, refine)
         candidates += [candidate for candidate in baselines if candidate.scheme.bits == width]
     comparison = Comparison(
         task=task.name,

@@ -29,7 +29,7 @@ from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.racing import check_race
 from ptq.refinement import SAMPLES as REFINED_ON
-from ptq.refinement import Refine, Refined, check_refine
+from ptq.refinement import Refined, steps_of
 from ptq.refinement import refine as refine_network
 from ptq.sizing import SizeStudy, calibration_sizes
 from ptq.smoothing import Alpha, Explicit, Form, Smoothed, check_smoothing, smooth
@@ -151,9 +151,9 @@ class Run(RunFolder):
         return Smoothed.load(self.smoothed_file, self.task.model, of_smoothed)
 
     def quantize(
-        self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None, refine: Refine = "fast"
+        self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None, refine: str = "fast"
     ) -> Quantized:
-        check_refine(refine)  # before any work is done
+        steps_of(refine)  # before any work is done
         model, calibration, smoothed = self._to_quantize(use_smoothed=use_smoothed)
         if smoothed is None:
             self.say("quantizing the model as it is")
@@ -175,10 +175,10 @@ class Run(RunFolder):
         max_drop: float | None = None,
         use_smoothed: bool = True,
         observer: str | None = None,
-        refine: Refine = "fast",
+        refine: str = "fast",
     ) -> Allocation:
         """Bits for the weights of each layer, by a budget of bits or by the largest drop."""
-        check_refine(refine)
+        steps_of(refine)
         check_wish(budget, max_drop)
         model, calibration, _ = self._to_quantize(use_smoothed=use_smoothed)
         allocation = choose_bits(
@@ -203,7 +203,7 @@ class Run(RunFolder):
         return smoothed.model, smoothed.calibration, smoothed
 
     def _quantized_by(
-        self, scheme: Scheme, model: nn.Module, calibration: Calibration, observer: str | None, refine: Refine
+        self, scheme: Scheme, model: nn.Module, calibration: Calibration, observer: str | None, refine: str
     ) -> Quantized:
         if refine == "none":
             return quantize_by(scheme, model, calibration, observer)

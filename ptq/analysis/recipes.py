@@ -14,10 +14,9 @@ from ptq.calibration import Calibration, calibrate
 from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.ranges import HISTOGRAM_RANGES
-from ptq.refinement import Refine
 from ptq.refinement import refine as refine_network
 from ptq.smoothing import Smoothed, smooth
-from ptq.sweeping import Alpha
+from ptq.sweeping import AUTO, Alpha
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +26,8 @@ class Recipe:
     scheme: Scheme
     observer: str = "max"
     batches: int = 200  # of the calibration
-    alpha: Alpha = None  # a number; "auto" or "auto+clip", by layer; None: not smoothed
-    refine: Refine = "none"
+    alpha: Alpha = None  # a number; "auto" or "auto+clip", by layer; "equalize"; None: not smoothed
+    refine: str = "none"
 
     @classmethod
     def of(cls, calibration: Calibration, quantized: Quantized, smoothed: Smoothed | None) -> Recipe:
@@ -44,7 +43,7 @@ class Recipe:
             observer=quantized.observer,
             batches=calibration.batches,
             alpha=alpha,
-            refine=quantized.refine,  # type: ignore[arg-type]
+            refine=quantized.refine,
         )
 
     def commands(self, current: Recipe, where: str = "") -> list[str]:
@@ -54,8 +53,10 @@ class Recipe:
         if calibrated_anew:
             lines.append(f"ptq calibrate --batches {self.batches} --observer {self.observer}")
         if self.alpha is not None and (calibrated_anew or self.alpha != current.alpha):
-            by_layer = f"auto --bits {self.scheme.bits}{' --clip' if self.alpha == 'auto+clip' else ''}"
-            lines.append(f"ptq smooth --alpha {by_layer if isinstance(self.alpha, str) else f'{self.alpha:g}'}")
+            how = self.alpha if isinstance(self.alpha, str) else f"{self.alpha:g}"
+            if how in AUTO:
+                how = f"auto --bits {self.scheme.bits}{' --clip' if self.alpha == 'auto+clip' else ''}"
+            lines.append(f"ptq smooth --alpha {how}")
         lines.append(" ".join(["ptq quantize", *scheme_options(self.scheme), *self._quantize_options]))
         return [f"{line} {where}".strip() for line in lines]
 
@@ -118,7 +119,7 @@ class Kitchen:
             smoothed = smooth(
                 model,
                 calibration,
-                "auto" if isinstance(recipe.alpha, str) else recipe.alpha,
+                "auto" if recipe.alpha in AUTO else recipe.alpha,  # type: ignore[arg-type]
                 weights=scheme.bits.weights,
                 activations=scheme.bits.activations,
                 clip=recipe.alpha == "auto+clip",

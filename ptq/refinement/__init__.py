@@ -2,6 +2,7 @@
 
 from ptq.refinement.alone import rounded_weights
 from ptq.refinement.apply import SAMPLES, Refined, refine
-from ptq.refinement.quantizing import Refine, check_refine, quantize
+from ptq.refinement.quantizing import quantize
+from ptq.refinement.steps import steps_of
 
-__all__ = ["SAMPLES", "Refine", "Refined", "check_refine", "quantize", "refine", "rounded_weights"]
+__all__ = ["SAMPLES", "Refined", "quantize", "refine", "rounded_weights", "steps_of"]

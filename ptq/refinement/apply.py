@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -22,11 +21,11 @@ from ptq.refinement.blocks import refine_blocks
 from ptq.refinement.image import diffuse_image
 from ptq.refinement.memory import channels_last, peak_memory
 from ptq.refinement.network import recipe_for, refine_network
+from ptq.refinement.steps import LAYER_STEPS, steps_of
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
 from ptq.refinement.varying import can_be_varied, varied_samples
 from ptq.refinement.walking import LayerRefiner, Networks, ways_through
 
-Effort: TypeAlias = Literal["fast", "best"]
 SAMPLES = 1024
 VARIATIONS = 1  # of each sample, beside the sample itself
 ROWS = 2**17
@@ -51,7 +50,7 @@ def refine(
     calibration: Calibration,
     scheme: Scheme,
     batches: Batches,
-    effort: Effort = "fast",
+    effort: str = "fast",
     *,
     samples: int = SAMPLES,
     variations: int = VARIATIONS,
@@ -66,8 +65,8 @@ def refine(
     refined so far, and those of the float one. On a sample of them are chosen: the range of the input, the weight by
     ridge least squares towards the float output, its rounding with compensation, its scales, and the bias, such that
     the mean residual is zero. With the effort ``best`` the layers of each block are then learned together. In the end
-    those of the whole network are, with ``fast`` in a few steps and only if the network is small. The same seed and
-    batches give the same network.
+    those of the whole network are, with ``fast`` in a few steps and only if the network is small. A text that names
+    some of the steps (``"rounding,bias"``) takes these alone. The same seed and batches give the same network.
 
     Before all that, an image that the first layer reads in fewer than 8 bits is diffused, if the scheme lets it: its
     rounding errors are spread over neighbouring pixels, where that brings the answers closer.
@@ -76,8 +75,7 @@ def refine(
     mirrored and mixed. There are fewer where their maps would take more than ``memory`` bytes. Each layer sees at most
     about ``rows`` rows.
     """
-    if effort not in get_args(Effort):
-        raise InputError(f"effort {effort!r}: choose one of {', '.join(get_args(Effort))}")
+    steps = steps_of(effort)
     plain = quantize_by(scheme, model, calibration, observer)
     reference = copy.deepcopy(model)
     split_attention(reference)
@@ -98,25 +96,26 @@ def refine(
             seen = [*given, *varied_samples(given, min(variations, affordable - 1), seed)]
         skipped = {name: reason for name, bits in plain.bits.items() if (reason := _why_left(name, bits, usage))}
         names = [name for name in usage.layers if name in plain.bits and name not in skipped]
-        refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed)
+        refiner = LayerRefiner(networks, plain.bits, calibration, rows, seed, steps & LAYER_STEPS)
         image = next(iter(usage.layers))
-        diffused = scheme.diffuse_image and image in names and diffuse_image(refiner, image, given)
+        spread = "image" in steps and scheme.diffuse_image
+        diffused = spread and image in names and diffuse_image(refiner, image, given)
         # What is only rounded passes no gradient on.
         blocks = {name: held for name, held in usage.blocks(names).items() if not layers_in(name, list(skipped))}
-        if effort == "fast":
+        if refiner.steps and "blocks" not in steps:
             ways = ways_through(networks, seen)
             refiner.refine([way for number, way in enumerate(ways) if distributed.is_mine(number)], names)
         with distributed.alone():  # learning is one step after the other: every process takes all of them
-            if effort == "best":
+            if "blocks" in steps:
                 refine_blocks(refiner, seen, names, blocks)
-            recipe = recipe_for(effort, usage.multiplications)
+            recipe = recipe_for(effort, usage.multiplications) if "network" in steps else None
             # A single layer is as close as it gets.
             learnable = not skipped and len(names) > 1
             whole = learnable and recipe is not None and refine_network(refiner, given, names, list(blocks), recipe)
     return Refined(
         **{**vars(plain), "refine": effort, "diffused": (image,) if diffused else ()},
         skipped=skipped,
-        blocks=blocks if effort == "best" else {},
+        blocks=blocks if "blocks" in steps else {},
         learned_as_a_whole=whole,
         samples=sum(call.samples for call in given),
         peak_memory=peak_memory(),

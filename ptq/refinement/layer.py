@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from ptq.formats import affine
 from ptq.quantization.modules import FakeQuantize
 from ptq.refinement import rounding
 from ptq.refinement.rows import contributions, weight_matrix, write_weight
+from ptq.refinement.steps import LAYER_STEPS
 
 DAMPING = 0.03  # λ of the least squares and of the rounding, as a share of the mean diagonal: rows are only a sample
 _ROUNDS = 3  # of coordinate descent and scales fitted again
@@ -55,8 +57,9 @@ def refine_layer(
     extent: tuple[float, float] | None,
     rows: Tensor,
     outputs: Tensor,
+    steps: Collection[str] = LAYER_STEPS,
 ) -> None:
-    """Choose the range of the input, then the weight and its scales, then the bias.
+    """Choose the range of the input, then the weight and its scales, then the bias; or what of that the steps say.
 
     ``rows`` [g, R, n] are what arrives in the quantized network, before the input's quantizer, ``outputs`` [g, R, o]
     what the float layer makes, without its bias, of what arrives in the float one; ``extent`` is the range of the input
@@ -64,19 +67,24 @@ def refine_layer(
     """
     wanted = weight_matrix(float_layer.weight, float_layer)  # [g, o, n]
     several = contributions(layer)
-    centered = layer.bias is not None and several == 1
+    centered = layer.bias is not None and several == 1 and "bias" in steps
     if quantizer is not None:
-        if extent is not None:
+        if extent is not None and "ranges" in steps:
             choose_range(quantizer, extent, rows, outputs, wanted, centered=centered)
         rows = quantizer(rows)
     moments = Moments.of(rows, outputs, centered=centered)
     solution, hessian = moments.solve(wanted)
-    weight = solution.to(wanted)
-    if bits is not None:
-        weight, scale = round_weight(weight, hessian.to(wanted), bits, several)
-        layer.weight_scale.copy_(scale.flatten())  # type: ignore[operator]
-    write_weight(layer, weight)
-    if layer.bias is not None:
+    weight = weight_matrix(layer.weight, layer)
+    if set(steps) - {"bias"}:
+        weight = solution.to(wanted) if "weights" in steps else wanted
+        if bits is not None:
+            given = None if "ranges" in steps else layer.weight_scale.view(len(weight), -1)  # type: ignore[operator]
+            weight, scale = round_weight(
+                weight, hessian.to(wanted), bits, several, given, compensate="rounding" in steps
+            )
+            layer.weight_scale.copy_(scale.flatten())  # type: ignore[operator]
+        write_weight(layer, weight)
+    if layer.bias is not None and "bias" in steps:
         assert float_layer.bias is not None
         residual = moments.output_mean - moments.row_mean @ weight.mT  # [g, 1, o]
         layer.bias.copy_(float_layer.bias + output_shift(residual, layer))
@@ -92,29 +100,42 @@ def output_shift(residual: Tensor, layer: channels.Layer) -> Tensor:
     return residual.reshape(-1, contributions(layer)).sum(1) / math.prod(layer.stride)
 
 
-def round_weight(target: Tensor, hessian: Tensor, bits: int, several: int = 1) -> tuple[Tensor, Tensor]:
+def round_weight(
+    target: Tensor,
+    hessian: Tensor,
+    bits: int,
+    several: int = 1,
+    given: Tensor | None = None,
+    *,
+    compensate: bool = True,
+) -> tuple[Tensor, Tensor]:
     """The weight on a grid near the target [g, o, n], by ``(w - t) H (w - t)ᵀ``, and the scales [g, o / several].
 
     For each output channel: compensated rounding with the scales of several clipping ratios, the best of which goes
     through rounds of coordinate descent and of fitting the scale to the codes. ``several`` consecutive rows share
-    one scale.
+    one scale. Scales that are ``given`` stay; without ``compensate`` each weight goes to the nearest code.
     """
     first, last = affine.code_range(bits, symmetric=True)
     absmax = target.abs().reshape(len(target), -1, several * target.shape[2]).amax(2)  # [g, O]
     scales = [affine.symmetric_scale(absmax * ratio, bits).to(target) for ratio in _clip_ratios(target, bits)]
+    if given is not None:
+        scales = [given.to(target)]
     tried = torch.cat(scales, 1).repeat_interleave(several, 1)  # [g, ratios · o]: all at once, one below the other
     targets = target.repeat(1, len(scales), 1)
-    found = rounding.compensated(targets, hessian, tried, first, last)
+    found = rounding.nearest(targets, tried, first, last)
+    if compensate:
+        found = rounding.compensated(targets, hessian, tried, first, last)
     errors = rounding.shared_sum(rounding.output_error(found, targets, hessian), several)
     apart = (len(target), len(scales), -1)
     chosen = errors.view(apart).argmin(1, keepdim=True)  # [g, 1, o]
     spread = tried.view(apart).gather(1, chosen)[:, 0]
     best = found.view(*apart[:2], *target.shape[1:]).take_along_dim(chosen[:, :, :, None], 1)[:, 0]
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if compensate else 0):
         best = rounding.descended(best, target, hessian, spread, first, last)
-        codes = (best / spread[:, :, None]).round_()
-        spread = rounding.refitted_scale(best, target, hessian, spread, several)
-        best = codes * spread[:, :, None]
+        if given is None:
+            codes = (best / spread[:, :, None]).round_()
+            spread = rounding.refitted_scale(best, target, hessian, spread, several)
+            best = codes * spread[:, :, None]
     return best, spread[:, ::several]
 
 

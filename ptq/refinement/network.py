@@ -35,12 +35,13 @@ _CLOSE = 0.01  # of the answers' variance: an error below it is left as it is
 
 
 def recipe_for(effort: str, multiplications: int) -> NetworkRecipe | None:
-    """How to learn a network of so many multiplications a sample: ``fast`` takes fewer steps, or none, if it is large.
+    """How to learn a network of so many multiplications a sample.
 
+    ``best`` has its own way; all others take that of ``fast``: fewer steps, or none, if the network is large.
     What a step costs is counted, not timed, so that the result is the same on every machine.
     """
-    recipe = RECIPES[effort]
-    if effort == "fast":
+    recipe = RECIPES["best" if effort == "best" else "fast"]
+    if effort != "best":
         affordable = _WORK // max(1, _PASSES * recipe.samples * multiplications)
         recipe = replace(recipe, steps=min(recipe.steps, affordable))
     return recipe if recipe.steps >= _LEAST_STEPS else None

@@ -37,6 +37,11 @@ def output_error(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
     return ((difference @ hessian) * difference).sum(2)
 
 
+def nearest(target: Tensor, scale: Tensor, first: int, last: int) -> Tensor:
+    """Each value [g, o, n] rounded by itself, with the scale [g, o] of its row."""
+    return _on_grid(target, scale[:, :, None], first, last)
+
+
 def compensated(target: Tensor, hessian: Tensor, scale: Tensor, first: int, last: int) -> Tensor:
     """Round column after column; each one's error is made good, as far as it can be, by the columns still to come.
 

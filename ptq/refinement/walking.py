@@ -21,6 +21,7 @@ from ptq.quantization.modules import ATTRIBUTE, DiffusedQuantize, FakeQuantize
 from ptq.refinement.layer import refine_layer
 from ptq.refinement.lockstep import Walker, side_by_side, stop_here
 from ptq.refinement.rows import sampled_rows, weight_matrix
+from ptq.refinement.steps import LAYER_STEPS
 
 _ROW_VALUES = 2**24  # numbers in the rows of one layer, unless the least number of rows needs more
 _LEAST_ROWS = 2**14
@@ -129,6 +130,7 @@ class LayerRefiner:
     calibration: Calibration | None  # None keeps the ranges of the inputs as they are
     rows: int  # of a layer, at most
     seed: int
+    steps: frozenset[str] = LAYER_STEPS  # that are taken with each layer
 
     def refine(self, ways: Sequence[Way], names: Sequence[str]) -> None:
         """Refine these layers, all of which these ways lead through."""
@@ -173,6 +175,7 @@ class LayerRefiner:
             extent=self.extent(name),
             rows=rows,
             outputs=outputs,
+            steps=self.steps,
         )
 
     def extent(self, name: str) -> tuple[float, float] | None:

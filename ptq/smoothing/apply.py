@@ -18,6 +18,7 @@ from ptq.batchnorm import folded_parameters
 from ptq.calibration import Calibration, LayerStatistics, calibrate
 from ptq.errors import InputError
 from ptq.graph import ChannelGraph
+from ptq.smoothing.equalization import equalizing_factors
 from ptq.smoothing.factors import checked_alpha
 from ptq.smoothing.fold import write_factors
 from ptq.smoothing.ledger import ledger_entry
@@ -52,7 +53,8 @@ def smooth(
 
     ``alpha="auto"`` chooses α, or none, for each group of layers that share a factor by the error of the layers'
     outputs at these numbers of bits, on rows sampled by the calibration; ``clip`` also chooses how much of the range
-    of activations and weights is kept.
+    of activations and weights is kept. ``alpha="equalize"`` looks at no activations: the weights that make a channel
+    and those that read it get one size (cross-layer equalization), which only folding can do.
 
     With ``batches`` the equivalence is proven on the first ``proof_batches`` of them, and a calibration with
     histograms gets new ones (a histogram of the whole tensor can't be rescaled channel by channel).
@@ -79,16 +81,23 @@ def smooth(
     factors: dict[str, Tensor] = {}
     chosen: dict[str, Choice] = {}
     groups = list(_groups(layers, graph, skipped, explicit=explicit == "allow"))
-    for group in groups:
-        members = [_member(smoothed, name, layers[name], calibration, graph) for name in group]
-        choice = _choice(members, alpha, weights, activations, clip=clip)
-        chosen |= dict.fromkeys(group, choice)
-        if choice.alpha is None:
-            continue
-        for name, member, factor in zip(group, members, shared_factors(members, choice.alpha), strict=True):
-            factors[name] = factor
-            if graph.foldable(name):
-                folded[member.classes] = factor
+    if alpha == "equalize":
+        folded = equalizing_factors(smoothed, graph, calibration.batchnorms)
+        unmade = [
+            name for name in graph.readers if graph.foldable(name) and bool((folded[graph.readers[name]] == 1).all())
+        ]
+        skipped = dict.fromkeys(unmade, "no layer's weights make what it reads") | skipped
+    else:
+        for group in groups:
+            members = [_member(smoothed, name, layers[name], calibration, graph) for name in group]
+            choice = _choice(members, alpha, weights, activations, clip=clip)
+            chosen |= dict.fromkeys(group, choice)
+            if choice.alpha is None:
+                continue
+            for name, member, factor in zip(group, members, shared_factors(members, choice.alpha), strict=True):
+                factors[name] = factor
+                if graph.foldable(name):
+                    folded[member.classes] = factor
     for name, classes in graph.readers.items():  # what arrives scaled has to be made good, smoothed or not
         if name not in factors and bool((folded[classes] != 1).any()):
             factors[name] = folded[classes]
@@ -157,8 +166,11 @@ def sampled_errors(
 
 def check_smoothing(alpha: float | str, form: str, explicit: str, *, clip: bool) -> None:
     """Refuse what can't be smoothed, before any work is done."""
+    if alpha == "equalize" and form == "hook":
+        raise InputError("alpha = 'equalize' changes what makes a channel: it needs the form fold")
     if alpha != "auto":
-        checked_alpha(alpha)  # type: ignore[arg-type]
+        if alpha != "equalize":
+            checked_alpha(alpha)  # type: ignore[arg-type]
         if clip:
             raise InputError("clip: ratios are searched together with α: use alpha='auto'")
     if form not in get_args(Form):
@@ -203,7 +215,12 @@ def _member(
 
 
 def _choice(
-    members: Sequence[Member], alpha: Alpha, weights: int | None, activations: int | None, *, clip: bool
+    members: Sequence[Member],
+    alpha: float | Literal["auto"],
+    weights: int | None,
+    activations: int | None,
+    *,
+    clip: bool,
 ) -> Choice:
     if alpha == "auto":
         return search_group(members, weights, activations, clip=clip)

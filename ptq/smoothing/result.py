@@ -19,7 +19,7 @@ from ptq.smoothing.proof import Proof
 from ptq.storage import load_state, read_tensors, write_tensors
 
 SCHEMA = 2
-Alpha: TypeAlias = float | Literal["auto"]
+Alpha: TypeAlias = float | Literal["auto", "equalize"]
 _FACTORS = "factors/"  # keys of a file, beside those of the state dict
 
 
@@ -52,8 +52,10 @@ class Smoothed:
 
     @property
     def title(self) -> str:
-        """``α = 0.5`` or ``α by layer``."""
-        return "α by layer" if self.alpha == "auto" else f"α = {self.alpha:g}"
+        """``α = 0.5``, ``α by layer`` or ``equalized``."""
+        if isinstance(self.alpha, str):
+            return {"auto": "α by layer", "equalize": "equalized"}[self.alpha]
+        return f"α = {self.alpha:g}"
 
     def undo(self) -> nn.Module:
         """Take the smoothing back, bit for bit, and return the model."""

@@ -13,7 +13,6 @@ from torch import nn
 from ptq.calibration import Calibration, calibrate
 from ptq.errors import InputError, MismatchError
 from ptq.quantization import Bits, Quantized, Scheme
-from ptq.refinement import Refine
 from ptq.refinement import refine as refine_network
 from ptq.smoothing import ALPHAS, Smoothed, sampled_errors, smooth
 from ptq.sweeping import Sweep
@@ -58,7 +57,7 @@ def best_alpha(model: nn.Module, calibration: Calibration, bits: Bits, sweep: Sw
 
 
 def post_training(
-    task: Task, calibration: Calibration, bits: Bits, alpha: float, refine: Refine = "none"
+    task: Task, calibration: Calibration, bits: Bits, alpha: float, refine: str = "none"
 ) -> list[Candidate]:
     """The task's network not smoothed, smoothed by one α, and by layer with clipped ranges; and that one refined."""
     scheme = Scheme(bits=bits)
