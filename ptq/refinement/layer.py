@@ -112,7 +112,7 @@ def round_weight(
 ) -> tuple[Tensor, Tensor]:
     """The weight on a grid near the target [g, o, n], by ``(w - t) H (w - t)ᵀ``, and the scales [g, o / several].
 
-    For each output channel: compensated rounding with the scales of several clipping ratios, the best of which goes
+    For each output channel: compensated rounding with the scales of many clipping ratios, the best of which goes
     through rounds of coordinate descent and of fitting the scale to the codes. ``several`` consecutive rows share
     one scale. Scales that are ``given`` stay; without ``compensate`` each weight goes to the nearest code.
     """
