@@ -21,8 +21,9 @@ _ROUNDS = 3  # of coordinate descent and scales fitted again
 _COARSE = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # shares of an activation's range: 1.0 … 0.2
 _FINE = 0.05  # steps around the best of them
 _ROWS_FOR_RANGES = 4096
-_SCALES = 160  # tried for each channel: the more, the closer the best of them, since each is rounded another way
-_WORK, _VALUES = 2**36, 2**25  # multiplications and rounded weights that looking for the scales of one layer may cost
+_FEW_SCALES, _SCALES = 10, 160  # tried for each channel: each rounds another way, so the best of more is closer
+_VALUES = 2**23  # rounded weights that more than a few scales of one layer may make
+_WORK = 2**36  # multiplications that looking for the scales of one layer may cost
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,8 @@ def choose_range(
 
 
 def _clip_ratios(target: Tensor, bits: int) -> list[float]:
-    """1, and smaller ones in even steps, as many as the work allows."""
-    count = min(_SCALES, max(1, min(_VALUES, _WORK // target.shape[2]) // target.numel()))
+    """1, and smaller ones in even steps: many for a small layer, and never more than the work allows."""
+    values, inputs = target.numel(), target.shape[2]
+    wanted = max(_FEW_SCALES, min(_SCALES, _VALUES // values))
+    count = max(1, min(wanted, _WORK // (values * inputs)))
     return [1 - 0.6 * i / count for i in range(count)] if bits < 8 else [1.0]

@@ -1,4 +1,4 @@
-"""Ranges of inputs and moments of rows."""
+"""Ranges of inputs, moments of rows, and the scales that are tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from ptq.quantization import FakeQuantize
+from ptq.refinement import layer
 from ptq.refinement.layer import Moments, choose_range
+from ptq.refinement.rounding import damped, output_error
 
 
 def squared_error_of_best_fit(quantizer: FakeQuantize, rows: torch.Tensor, outputs: torch.Tensor) -> float:
@@ -62,3 +64,25 @@ def test_a_range_is_not_chosen_on_one_border_alone() -> None:
     mixed = torch.randperm(rows.shape[1])
     choose_range(fair, extent, rows[:, mixed], outputs[:, mixed], weight, centered=True)
     assert float(quantizer.scale) == pytest.approx(float(fair.scale), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "outputs", "inputs", "bits", "count"),
+    [(1, 64, 576, 4, 160), (960, 1, 9, 4, 160), (1, 1280, 320, 4, 20), (1, 512, 4608, 4, 6), (1, 64, 576, 8, 1)],
+)
+def test_wide_layers_try_fewer_scales(groups: int, outputs: int, inputs: int, bits: int, count: int) -> None:
+    """The largest layer of ResNet-20 and a depthwise one, MobileNetV2's last, ResNet-18's last; none at 8 bits."""
+    ratios = layer._clip_ratios(torch.empty(groups, outputs, inputs, device="meta"), bits)
+    assert len(ratios) == count and ratios[0] == 1 and min(ratios) >= 0.4
+
+
+def test_more_scales_round_closer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where inputs are correlated, as those of layers are, so that weights make up for each other's rounding."""
+    torch.manual_seed(0)
+    target, rows = torch.randn(1, 128, 48), torch.randn(1, 200, 48) @ torch.randn(48, 48)
+    hessian = damped(rows.mT @ rows / 200, 0.03)
+    errors = []
+    for most in (10, 160):
+        monkeypatch.setattr(layer, "_SCALES", most)
+        errors.append(float(output_error(layer.round_weight(target, hessian, 4)[0], target, hessian).sum()))
+    assert errors[1] < 0.97 * errors[0]
