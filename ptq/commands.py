@@ -125,6 +125,9 @@ def quantize(
         float | None, typer.Option(help="Mixed precision: the fewest bits that change at most so many % of answers.")
     ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric activations, zero-point 0.")] = False,
+    symmetric_weights: Annotated[
+        bool, typer.Option("--symmetric-weights", help="No zero-points for refined weights in fewer than 8 bits.")
+    ] = False,
     keep_batchnorm: Annotated[bool, typer.Option("--keep-batchnorm", help="Don't fold BatchNorm first.")] = False,
     diffuse: Annotated[
         bool, typer.Option("--diffuse/--no-diffuse", help="Spread the rounding errors of an image in few bits.")
@@ -145,6 +148,7 @@ def quantize(
         exclude=tuple(exclude or []),
         overrides=tuple(parse_override(text) for text in override or []),
         symmetric_activations=symmetric,
+        symmetric_weights=symmetric_weights,
         fold_batchnorm=not keep_batchnorm,
         diffuse_image=diffuse,
     )

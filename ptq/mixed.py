@@ -167,7 +167,7 @@ def sensitivities(
         name: {width: plain[width][name].weight for width in widths} for name in choices
     }
     if compensated:
-        weights |= rounded_weights(network, choices, widths, batches, seed=seed)
+        weights |= rounded_weights(network, choices, widths, batches, scheme, seed=seed)
     with evaluating(network), torch.no_grad():
         given = list(calls(limited(batches, samples), network))
         error = _error_against(network, given)

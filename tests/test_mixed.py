@@ -119,7 +119,7 @@ def test_the_same_again(small_network: nn.Module, calibration: ptq.Calibration, 
 
 @pytest.mark.parametrize("name", ["stem", "depthwise", "grouped", "up", "head"])
 def test_rounded_weights_are_on_a_grid(name: str, small_network: nn.Module, batches: list[Tensor]) -> None:
-    weight = rounded_weights(small_network, [name], [2, 3], batches)[name][3]
+    weight = rounded_weights(small_network, [name], [2, 3], batches, Scheme())[name][3]
     layer = small_network.get_submodule(name)
     assert weight.shape == layer.weight.shape
     if isinstance(layer, nn.ConvTranspose2d):  # [in, out/groups, …] → [out, …]
@@ -127,9 +127,9 @@ def test_rounded_weights_are_on_a_grid(name: str, small_network: nn.Module, batc
     for channel in weight.flatten(1):
         values = channel.abs().unique()
         step = values[values > 0].min() if (values > 0).any() else torch.tensor(1.0)
-        steps = torch.stack([channel / (step / count) for count in (1, 2, 3)])  # one of them is the grid
+        steps = torch.stack([channel / (step / count) for count in range(1, 8)])  # one of them is the grid
         assert ((steps - steps.round()).abs().amax(1) < 1e-3).any()
-        assert len(channel.unique()) <= 7
+        assert len(channel.unique()) <= 8
 
 
 def test_the_scheme_keeps_what_the_user_said(

@@ -85,6 +85,8 @@ def scheme_options(scheme: Scheme) -> Iterator[str]:
         yield f"--override {shlex.quote(f'{pattern}={_shorthand(width)}')}"
     if scheme.symmetric_activations:
         yield "--symmetric"
+    if scheme.symmetric_weights:
+        yield "--symmetric-weights"
     if not scheme.fold_batchnorm:
         yield "--keep-batchnorm"
     if not scheme.diffuse_image:

@@ -21,6 +21,7 @@ from ptq.export.qdq import U8S8, Rules, Variant
 from ptq.formats import affine
 from ptq.quantization import Bits, FakeQuantize, Quantized
 from ptq.quantization.modules import ATTRIBUTE as QUANTIZER
+from ptq.quantization.modules import ZERO_POINT
 
 TARGETS: Mapping[str, Rules] = {
     "onnxruntime": Rules(),
@@ -53,6 +54,7 @@ class Deployment:
     float_layers: tuple[str, ...]
     bits: dict[str, Bits]
     weight_scales: dict[str, Tensor]  # [O] of each layer
+    weight_zero_points: dict[str, Tensor]  # [O] of the layers that have any
     plan: Plan
     grids: dict[str, Grid]
     rules: Rules
@@ -67,7 +69,9 @@ class Deployment:
             proto = qdq.write(self.graph, self.integer_layers, scales, self.plan, self.grids, variant, self.rules)
         grids, parameters = qdq.read(proto)
         layers = self.stored_layers + (self.integer_layers if self.pack_weights else ())
-        proto = stored.write(proto, layers, self.bits, self.weight_scales, pack=self.pack_weights)
+        proto = stored.write(
+            proto, layers, self.bits, self.weight_scales, self.weight_zero_points, pack=self.pack_weights
+        )
         return Built(
             variant=variant,
             content=proto.SerializeToString(),
@@ -142,6 +146,11 @@ def prepare(
         float_layers=tuple(name for name in layers if name not in quantized.bits),
         bits=quantized.bits,
         weight_scales={name: layers[name].weight_scale.detach().cpu() for name in quantized.bits},  # type: ignore[operator]
+        weight_zero_points={
+            name: layers[name].get_buffer(ZERO_POINT).detach().cpu()
+            for name in quantized.bits
+            if hasattr(layers[name], ZERO_POINT)
+        },
         plan=planned,
         grids=planned.grids | others,
         rules=rules,

@@ -25,7 +25,7 @@ from ptq.export.packages import required
 from ptq.formats import affine
 from ptq.quantization import FakeQuantize, Quantized
 from ptq.quantization.modules import ATTRIBUTE as INPUT
-from ptq.quantization.modules import DiffusedQuantize
+from ptq.quantization.modules import ZERO_POINT, DiffusedQuantize
 
 WEIGHT = "weight_quantizer"
 _KINDS = (INPUT, WEIGHT)
@@ -44,6 +44,10 @@ def amax_of(quantized: Quantized) -> dict[str, Tensor]:
             raise InputError(f"{name}: a number format has no amax: quantize it with bits, or exclude it")
         if quantizer is not None:
             table[f"{name}.{INPUT}"] = quantizer.scale.detach().cpu() * _levels(name, quantizer)
+        if hasattr(layer, ZERO_POINT) and bool(layer.get_buffer(ZERO_POINT).any()):
+            raise InputError(
+                f"{name}: its weights have zero-points, NVIDIA's quantizers have none: quantize with symmetric weights"
+            )
         if bits.weights is not None:
             scale = layer.weight_scale.detach().cpu()  # type: ignore[operator]
             spread = channels.over_outputs(scale, layer.weight, layer)
@@ -169,7 +173,7 @@ def _bare_copy(model: nn.Module) -> nn.Module:
             if isinstance(hook, partial) and hook.args == (INPUT,):
                 del layer._forward_pre_hooks[key]
                 layer._forward_pre_hooks_with_kwargs.pop(key, None)
-        for attribute in (INPUT, "weight_scale", "quantized_to"):
+        for attribute in (INPUT, "weight_scale", ZERO_POINT, "quantized_to"):
             if hasattr(layer, attribute):
                 delattr(layer, attribute)
     return bare

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ptq.errors import InputError
@@ -19,12 +20,21 @@ _MICROSOFT = "com.microsoft"
 
 
 def write(
-    proto: Any, layers: Iterable[LayerNode], bits: Mapping[str, Bits], scales: Mapping[str, Tensor], *, pack: bool
+    proto: Any,
+    layers: Iterable[LayerNode],
+    bits: Mapping[str, Bits],
+    scales: Mapping[str, Tensor],
+    zero_points: Mapping[str, Tensor],
+    *,
+    pack: bool,
 ) -> Any:
     """The graph with these layers' weights in integers; with ``pack``, those of up to four bits two to a byte.
 
     A weight in float becomes ``DequantizeLinear(codes)``, and if it is packed and belongs to a Linear, the product
     becomes a MatMulNBits. A weight that QDQ made int8 becomes int4.
+
+    Codes in int8 are those less the layer's ``zero_points`` [O]; in int4 they don't fit, and the zero-points stand
+    beside them.
     """
     import onnx
 
@@ -40,35 +50,48 @@ def write(
             raise InputError(
                 f"{layer.layer}: int4 weights need opset {PACKED_OPSET}, this is {opset}: give --opset {PACKED_OPSET}"
             )
+        scale = scales[layer.layer].numpy()
+        zero_point = zero_points.get(layer.layer, torch.zeros(len(scale))).numpy().astype(np.int8)
         if as_matrix:
-            _multiply_packed(changed, layer, constants, scales[layer.layer].numpy())
+            _multiply_packed(changed, layer, constants, scale, zero_point)
         elif in_float:
-            _dequantize(changed, layer, constants, scales[layer.layer].numpy(), packed=packed)
+            _dequantize(changed, layer, constants, scale, zero_point if packed else None)
         elif packed:
-            _repack(changed, layer)
+            _repack(changed, layer, zero_point)
     return changed
 
 
 def _codes(layer: LayerNode, constants: Mapping[str, Any], scale: Any) -> Any:
+    """Those less the zero-points: what the scale makes weights of."""
     import onnx
 
     weight = np.asarray(onnx.numpy_helper.to_array(constants[layer.weight]))
-    spread = scale.reshape([-1 if index == layer.axis else 1 for index in range(weight.ndim)])
-    return np.rint(weight / spread).astype(np.int8)
+    return np.rint(weight / _over_outputs(scale, weight, layer)).astype(np.int8)
 
 
-def _dequantize(proto: Any, layer: LayerNode, constants: Mapping[str, Any], scale: Any, *, packed: bool) -> None:
+def _over_outputs(values: Any, weight: Any, layer: LayerNode) -> Any:
+    return values.reshape([-1 if index == layer.axis else 1 for index in range(weight.ndim)])
+
+
+def _dequantize(
+    proto: Any, layer: LayerNode, constants: Mapping[str, Any], scale: Any, zero_point_of_packed: Any | None
+) -> None:
     import onnx
 
     name = f"{layer.weight}_quantized"
     if any(tensor.name == name for tensor in proto.graph.initializer):
         return  # a layer that is called twice
     codes = _codes(layer, constants, scale)
-    tensor = _int4(name, codes) if packed else onnx.numpy_helper.from_array(codes, name)
-    _replace_initializer(proto, layer.weight, [tensor, onnx.numpy_helper.from_array(scale, f"{layer.weight}_scale")])
+    tensors = [onnx.numpy_helper.from_array(scale, f"{layer.weight}_scale")]
+    if zero_point_of_packed is None:
+        tensors = [onnx.numpy_helper.from_array(codes, name), *tensors]
+    else:
+        moved = codes + _over_outputs(zero_point_of_packed, codes, layer)
+        tensors = [_int4(name, moved), *tensors, _int4(f"{layer.weight}_zero_point", zero_point_of_packed)]
+    _replace_initializer(proto, layer.weight, tensors)
     node = onnx.helper.make_node(
         "DequantizeLinear",
-        [name, f"{layer.weight}_scale"],
+        [tensor.name for tensor in tensors],
         [layer.weight],
         f"{layer.weight}_DequantizeLinear",
         axis=layer.axis,
@@ -76,17 +99,18 @@ def _dequantize(proto: Any, layer: LayerNode, constants: Mapping[str, Any], scal
     proto.graph.node.insert(0, node)
 
 
-def _repack(proto: Any, layer: LayerNode) -> None:
+def _repack(proto: Any, layer: LayerNode, zero_point: Any) -> None:
     import onnx
 
     for tensor in list(proto.graph.initializer):
         if tensor.name in (f"{layer.weight}_quantized", f"{layer.weight}_zero_point") and tensor.data_type == 3:  # int8
-            codes = np.asarray(onnx.numpy_helper.to_array(tensor))
-            _replace_initializer(proto, tensor.name, [_int4(tensor.name, codes)])
+            codes = np.asarray(onnx.numpy_helper.to_array(tensor))  # or zero-points, all 0 in int8
+            moved = codes + (zero_point if codes.ndim == 1 else _over_outputs(zero_point, codes, layer))
+            _replace_initializer(proto, tensor.name, [_int4(tensor.name, moved)])
 
 
-def _multiply_packed(proto: Any, layer: LayerNode, constants: Mapping[str, Any], scale: Any) -> None:
-    """``Gemm(x, W, b)`` or ``MatMul(x, W)`` as MatMulNBits: rows of W in blocks, codes moved by 8."""
+def _multiply_packed(proto: Any, layer: LayerNode, constants: Mapping[str, Any], scale: Any, zero_point: Any) -> None:
+    """``Gemm(x, W, b)`` or ``MatMul(x, W)`` as MatMulNBits: rows of W in blocks, codes and zero-points moved by 8."""
     import onnx
 
     codes = _codes(layer, constants, scale)
@@ -94,12 +118,16 @@ def _multiply_packed(proto: Any, layer: LayerNode, constants: Mapping[str, Any],
     outputs, inputs = rows.shape
     blocks = -(-inputs // _BLOCK)
     padded = np.pad(rows, ((0, 0), (0, blocks * _BLOCK - inputs)))
-    content = _nibbles((padded + 8).astype(np.uint8)).reshape(outputs, blocks, _BLOCK // 2)
-    names = [f"{layer.weight}_packed", f"{layer.weight}_block_scales"]
+    moved = (zero_point + 8).astype(np.uint8)[:, None]  # [O, 1]
+    content = _nibbles((padded + moved).astype(np.uint8)).reshape(outputs, blocks, _BLOCK // 2)
+    parts = ("packed", "block_scales", *(("block_zero_points",) if zero_point.any() else ()))
+    names = [f"{layer.weight}_{part}" for part in parts]
     if not any(tensor.name == names[0] for tensor in proto.graph.initializer):
         spread = np.repeat(scale.astype(np.float32)[:, None], blocks, 1)
+        ends = _nibbles(np.repeat(moved, blocks + blocks % 2, 1)).reshape(outputs, -1)  # each row in whole bytes
         tensors = [
-            onnx.numpy_helper.from_array(array, name) for array, name in zip((content, spread), names, strict=True)
+            onnx.numpy_helper.from_array(array, name)
+            for array, name in zip((content, spread, ends), names, strict=False)
         ]
         proto.graph.initializer.extend(tensors)
     index, node = next((place, n) for place, n in enumerate(proto.graph.node) if n.name == layer.node)

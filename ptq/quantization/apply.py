@@ -19,7 +19,7 @@ from ptq.quantization.scheme import Bits, Scheme
 from ptq.ranges import checked_observer
 from ptq.storage import load_state, read_tensors, write_tensors
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(kw_only=True)
@@ -81,7 +81,7 @@ class Quantized:
         fold_batchnorms(self.model, self.batchnorms)
         layers = dict(channels.layers_of(self.model))
         for name, bits in self.bits.items():
-            prepare_layer(layers[name], bits, symmetric=self.scheme.symmetric_activations)
+            prepare_layer(layers[name], bits, self.scheme)
         for name in self.diffused:
             diffuse_input(layers[name])
 
@@ -100,6 +100,7 @@ def quantize(
     exclude: Sequence[str] = (),
     overrides: Mapping[str, str] | None = None,
     symmetric_activations: bool = False,
+    symmetric_weights: bool = False,
     keep_batchnorm: bool = False,
     diffuse_image: bool = True,
     observer: str | None = None,
@@ -109,8 +110,9 @@ def quantize(
     ``include`` and ``exclude`` are shell patterns over layer names, ``overrides`` maps such patterns to bits
     (``{"classifier*": "W8A8"}``). ``observer`` defaults to the calibration's own. ``weight_format`` and
     ``activation_format`` are texts of ``ptq.format`` that take the place of the bits, except in layers that
-    ``first_last`` or ``overrides`` name; an activation format finds its ranges in each batch. ``diffuse_image`` says
-    what refinement may do to an image in fewer than 8 bits.
+    ``first_last`` or ``overrides`` name; an activation format finds its ranges in each batch. ``symmetric_weights`` and
+    ``diffuse_image`` say what refinement may do: give weights in fewer than 8 bits zero-points, and spread the rounding
+    errors of an image in fewer than 8 bits.
     """
     scheme = Scheme(
         bits=replace(
@@ -123,6 +125,7 @@ def quantize(
         exclude=tuple(exclude),
         overrides=tuple((pattern, Bits.parse(text)) for pattern, text in (overrides or {}).items()),
         symmetric_activations=symmetric_activations,
+        symmetric_weights=symmetric_weights,
         fold_batchnorm=not keep_batchnorm,
         diffuse_image=diffuse_image,
     )

@@ -12,9 +12,10 @@ from ptq.calibration import LayerStatistics
 from ptq.formats import affine, diffusion
 from ptq.formats import format as read_format
 from ptq.hooks import pass_input_through
-from ptq.quantization.scheme import Bits
+from ptq.quantization.scheme import Bits, Scheme
 
 ATTRIBUTE = "input_quantizer"
+ZERO_POINT = "weight_zero_point"  # of each output channel, [O], where it isn't always 0
 
 
 class FakeQuantize(nn.Module):
@@ -86,18 +87,27 @@ def is_quantized(layer: nn.Module) -> bool:
     return hasattr(layer, "quantized_to")
 
 
-def prepare_layer(layer: channels.Layer, bits: Bits, *, symmetric: bool) -> None:
+def prepare_layer(layer: channels.Layer, bits: Bits, scheme: Scheme) -> None:
     """Give the layer the buffers and the hook that its bits need, all still neutral."""
     device = layer.weight.device
     layer.quantized_to = str(bits)  # type: ignore[assignment]
     if bits.weights is not None and not bits.weight_format:
         layer.register_buffer("weight_scale", torch.ones(channels.output_channels(layer), device=device))
+        if scheme.shifts_weights(bits.weights):
+            layer.register_buffer(ZERO_POINT, torch.zeros(channels.output_channels(layer), device=device))
     if bits.activation_format:
         layer.add_module(ATTRIBUTE, FormatQuantize(bits.activation_format))
     elif bits.activations is not None:
-        layer.add_module(ATTRIBUTE, FakeQuantize(bits.activations, symmetric=symmetric).to(device))
+        layer.add_module(ATTRIBUTE, FakeQuantize(bits.activations, symmetric=scheme.symmetric_activations).to(device))
     if hasattr(layer, ATTRIBUTE):
         layer.register_forward_pre_hook(partial(pass_input_through, ATTRIBUTE), with_kwargs=True)
+
+
+def weight_codes(layer: channels.Layer, bits: int) -> tuple[Tensor, int, int]:
+    """Of a prepared layer's weights: the zero-points [O], and the first and the last code."""
+    if hasattr(layer, ZERO_POINT):
+        return layer.get_buffer(ZERO_POINT), *affine.code_range(bits)
+    return torch.zeros_like(layer.get_buffer("weight_scale")), *affine.code_range(bits, symmetric=True)
 
 
 def diffuse_input(layer: channels.Layer) -> DiffusedQuantize:

@@ -75,7 +75,10 @@ def parse_override(text: str) -> tuple[str, Bits]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a network is quantized: weights symmetric per output channel, activations affine per tensor."""
+    """How a network is quantized: weights per output channel, activations affine per tensor.
+
+    Weights rounded to nearest are symmetric; those in fewer than 8 bits get zero-points by refinement, if they may.
+    """
 
     bits: Bits = field(default_factory=Bits)
     first_last: int | None = None  # bits of the first and the last layer that runs
@@ -83,6 +86,7 @@ class Scheme:
     exclude: tuple[str, ...] = ()
     overrides: tuple[tuple[str, Bits], ...] = ()  # pattern → bits; the last that matches wins
     symmetric_activations: bool = False
+    symmetric_weights: bool = False  # refinement gives weights in fewer than 8 bits no zero-points
     fold_batchnorm: bool = True
     diffuse_image: bool = True  # refinement may spread the rounding errors of an image in fewer than 8 bits
 
@@ -109,6 +113,13 @@ class Scheme:
         if not assigned:
             raise InputError("the include and exclude patterns leave no layer to quantize")
         return assigned
+
+    def shifts_weights(self, bits: int | None) -> bool:
+        """Whether weights in so many bits may get zero-points, one for each output channel.
+
+        Codes of 8 bits less their zero-point would need 9; with fewer they still fit into a runtime's int8.
+        """
+        return bits is not None and bits < 8 and not self.symmetric_weights
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ptq import channels
 from ptq.batches import Batches, calls, limited
 from ptq.hooks import attached, evaluating
+from ptq.quantization import Scheme
 from ptq.refinement import rounding
 from ptq.refinement.layer import DAMPING, round_weight
 from ptq.refinement.rows import contributions, sampled_rows, weight_matrix, write_weight
@@ -46,6 +47,7 @@ def rounded_weights(
     names: Sequence[str],
     widths: Sequence[int],
     batches: Batches,
+    scheme: Scheme,
     *,
     samples: int = SAMPLES,
     rows: int = ROWS,
@@ -53,7 +55,8 @@ def rounded_weights(
 ) -> dict[str, dict[int, Tensor]]:
     """Layer → width → its weight on a grid of so many bits, rounded for the rows that it meets in this network.
 
-    Layers that don't run exactly once are left out, as ``refine`` leaves them. One pass over the first samples.
+    The scheme says which widths have zero-points. Layers that don't run exactly once are left out, as ``refine``
+    leaves them. One pass over the first samples.
     """
     layers = dict(channels.layers_of(network))
     with evaluating(network):
@@ -67,7 +70,7 @@ def rounded_weights(
             with attached(_hooks(layers, grams, look)):
                 call.run(network)
             first += call.samples
-    return {name: _rounded(layers[name], gram.hessian(), widths) for name, gram in grams.items()}
+    return {name: _rounded(layers[name], gram.hessian(), widths, scheme) for name, gram in grams.items()}
 
 
 def _hooks(layers: dict[str, channels.Layer], grams: dict[str, _Gram], look: Any) -> Iterator[RemovableHandle]:
@@ -80,10 +83,11 @@ def _look(gram: _Gram, layer: channels.Layer, args: Any, kwargs: Any, **sampling
     gram.add(sampled_rows(x, layer, **sampling))
 
 
-def _rounded(layer: channels.Layer, hessian: Tensor, widths: Sequence[int]) -> dict[int, Tensor]:
+def _rounded(layer: channels.Layer, hessian: Tensor, widths: Sequence[int], scheme: Scheme) -> dict[int, Tensor]:
     target, found = weight_matrix(layer.weight, layer), {}
     for width in widths:
         written = copy.deepcopy(layer)
-        write_weight(written, round_weight(target, hessian, width, contributions(layer))[0])
+        symmetric = not scheme.shifts_weights(width)
+        write_weight(written, round_weight(target, hessian, width, contributions(layer), symmetric=symmetric)[0])
         found[width] = written.weight.detach()
     return found

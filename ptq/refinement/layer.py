@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ptq import channels
 from ptq.formats import affine
-from ptq.quantization.modules import FakeQuantize
+from ptq.quantization.modules import ZERO_POINT, FakeQuantize, weight_codes
 from ptq.refinement import rounding
 from ptq.refinement.rows import contributions, weight_matrix, write_weight
 from ptq.refinement.steps import LAYER_STEPS
@@ -80,11 +80,16 @@ def refine_layer(
     if set(steps) - {"bias"}:
         weight = solution.to(wanted) if "weights" in steps else wanted
         if bits is not None:
-            given = None if "ranges" in steps else layer.weight_scale.view(len(weight), -1)  # type: ignore[operator]
-            weight, scale = round_weight(
-                weight, hessian.to(wanted), bits, several, given, compensate="rounding" in steps
+            zero_point, first, last = weight_codes(layer, bits)
+            held = rounding.Grid(layer.get_buffer("weight_scale"), first - zero_point, last - zero_point)
+            given = None if "ranges" in steps else held.mapped(lambda part: part.view(len(weight), -1))
+            symmetric = not hasattr(layer, ZERO_POINT)
+            weight, grid = round_weight(
+                weight, hessian.to(wanted), bits, several, given, symmetric=symmetric, compensate="rounding" in steps
             )
-            layer.weight_scale.copy_(scale.flatten())  # type: ignore[operator]
+            layer.get_buffer("weight_scale").copy_(grid.scale.flatten())
+            if not symmetric:
+                zero_point.copy_(first - torch.as_tensor(grid.first).flatten())
         write_weight(layer, weight)
     if layer.bias is not None and "bias" in steps:
         assert float_layer.bias is not None
@@ -107,38 +112,47 @@ def round_weight(
     hessian: Tensor,
     bits: int,
     several: int = 1,
-    given: Tensor | None = None,
+    given: rounding.Grid | None = None,
     *,
+    symmetric: bool = False,
     compensate: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """The weight on a grid near the target [g, o, n], by ``(w - t) H (w - t)ᵀ``, and the scales [g, o / several].
+) -> tuple[Tensor, rounding.Grid]:
+    """The weight on a grid near the target [g, o, n], by ``(w - t) H (w - t)ᵀ``, and that grid, [g, o / several].
 
-    For each output channel: compensated rounding with the scales of many clipping ratios, the best of which goes
-    through rounds of coordinate descent and of fitting the scale to the codes. ``several`` consecutive rows share
-    one scale. Scales that are ``given`` stay; without ``compensate`` each weight goes to the nearest code.
+    For each output channel: compensated rounding on the grids of many clipping ratios, the best of which goes through
+    rounds of coordinate descent and of fitting the scale to the codes. ``several`` consecutive rows share one grid.
+    One that is ``given`` stays; without ``compensate`` each weight goes to the nearest code.
     """
-    first, last = affine.code_range(bits, symmetric=True)
-    absmax = target.abs().reshape(len(target), -1, several * target.shape[2]).amax(2)  # [g, O]
-    scales = [affine.symmetric_scale(absmax * ratio, bits).to(target) for ratio in _clip_ratios(target, bits)]
-    if given is not None:
-        scales = [given.to(target)]
-    tried = torch.cat(scales, 1).repeat_interleave(several, 1)  # [g, ratios · o]: all at once, one below the other
-    targets = target.repeat(1, len(scales), 1)
-    found = rounding.nearest(targets, tried, first, last)
-    if compensate:
-        found = rounding.compensated(targets, hessian, tried, first, last)
+    tried = _grids(target, bits, several, symmetric=symmetric) if given is None else given
+    tried = tried.mapped(lambda part: part.repeat_interleave(several, 1))  # [g, tries · o], one below the other
+    apart = (len(target), -1, target.shape[1])
+    tries = tried.scale.view(apart).shape[1]
+    targets = target.repeat(1, tries, 1)
+    found = rounding.compensated(targets, hessian, tried) if compensate else tried.nearest(targets)
     errors = rounding.shared_sum(rounding.output_error(found, targets, hessian), several)
-    apart = (len(target), len(scales), -1)
     chosen = errors.view(apart).argmin(1, keepdim=True)  # [g, 1, o]
-    spread = tried.view(apart).gather(1, chosen)[:, 0]
-    best = found.view(*apart[:2], *target.shape[1:]).take_along_dim(chosen[:, :, :, None], 1)[:, 0]
+    grid = tried.mapped(lambda part: part.view(apart).gather(1, chosen)[:, 0])
+    best = found.view(len(target), tries, *target.shape[1:]).take_along_dim(chosen[:, :, :, None], 1)[:, 0]
     for _ in range(_ROUNDS if compensate else 0):
-        best = rounding.descended(best, target, hessian, spread, first, last)
+        best = rounding.descended(best, target, hessian, grid)
         if given is None:
-            codes = (best / spread[:, :, None]).round_()
-            spread = rounding.refitted_scale(best, target, hessian, spread, several)
-            best = codes * spread[:, :, None]
-    return best, spread[:, ::several]
+            codes = (best / grid.scale[:, :, None]).round_()
+            grid = replace(grid, scale=rounding.refitted_scale(best, target, hessian, grid.scale, several))
+            best = codes * grid.scale[:, :, None]
+    return best, grid.mapped(lambda part: part[:, ::several])
+
+
+def _grids(target: Tensor, bits: int, several: int, *, symmetric: bool) -> rounding.Grid:
+    """Of many shares of each output channel's range: [g, tries · o / several]."""
+    ratios = target.new_tensor(_clip_ratios(target, bits))[:, None]
+    weights = target.reshape(len(target), 1, -1, several * target.shape[2])  # [g, 1, O, …]
+    low, high = weights.amin(3) * ratios, weights.amax(3) * ratios  # [g, tries, O]
+    if symmetric:
+        scale = affine.symmetric_scale(torch.maximum(-low, high), bits)
+        return rounding.Grid(scale.to(target).flatten(1), *affine.code_range(bits, symmetric=True))
+    scale, zero_point = affine.affine_parameters(low, high, bits)
+    ends = ((end - zero_point).to(target).flatten(1) for end in affine.code_range(bits))
+    return rounding.Grid(scale.to(target).flatten(1), *ends)
 
 
 def choose_range(

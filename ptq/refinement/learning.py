@@ -25,7 +25,7 @@ from ptq import channels
 from ptq.batches import Call
 from ptq.formats import affine
 from ptq.hooks import attached
-from ptq.quantization.modules import ATTRIBUTE, FakeQuantize
+from ptq.quantization.modules import ATTRIBUTE, FakeQuantize, weight_codes
 
 Part = TypeVar("Part")
 Example: TypeAlias = tuple[Call, Mapping[str, Tensor]]  # what modules are to return for a call; "" is the block itself
@@ -204,8 +204,10 @@ class _LearnedLayer:
         step = over_outputs(self._step)
         weight = self._layer.weight.detach() + self.change * step
         if self._bits is not None:
-            codes = straight_through(weight / step, step.new_ones(()), *affine.code_range(self._bits, symmetric=True))
-            weight = codes * over_outputs(self._scale)
+            zero_point, *ends = weight_codes(self._layer, self._bits)
+            moved = over_outputs(zero_point)
+            codes = straight_through(weight / step + moved, step.new_ones(()), *ends)
+            weight = (codes - moved) * over_outputs(self._scale)
         found = {f"{self._prefix}weight": weight}
         if self._layer.bias is not None:
             found[f"{self._prefix}bias"] = self._layer.bias.detach() + self.shift * self._shift_unit

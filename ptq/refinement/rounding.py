@@ -7,10 +7,31 @@ rows ``[R, n]`` that the weight meets and ``H = XᵀX + λI``, the error of w in
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 _BLOCK = 128  # columns whose effect on later ones is gathered into one matrix product
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Whole multiples of a scale from a first to a last code, row by row: [g, o] each, or codes for all rows alike."""
+
+    scale: Tensor
+    first: Tensor | int
+    last: Tensor | int
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Each value of a column [g, o], or of all columns [g, o, n], rounded by itself."""
+        grid = self if x.dim() == 2 else self.mapped(lambda part: part[:, :, None])
+        return (x / grid.scale).round_().clamp_(grid.first, grid.last).mul_(grid.scale)  # type: ignore[arg-type]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Grid:
+        """The same of what is different from row to row."""
+        return Grid(*(change(part) if isinstance(part, Tensor) else part for part in vars(self).values()))
 
 
 def damped(gram: Tensor, ratio: float) -> Tensor:
@@ -37,16 +58,11 @@ def output_error(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
     return ((difference @ hessian) * difference).sum(2)
 
 
-def nearest(target: Tensor, scale: Tensor, first: int, last: int) -> Tensor:
-    """Each value [g, o, n] rounded by itself, with the scale [g, o] of its row."""
-    return _on_grid(target, scale[:, :, None], first, last)
-
-
-def compensated(target: Tensor, hessian: Tensor, scale: Tensor, first: int, last: int) -> Tensor:
+def compensated(target: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
     """Round column after column; each one's error is made good, as far as it can be, by the columns still to come.
 
     This is GPTQ: with ``H⁻¹ = UᵀU``, U upper triangular, rounding column i adds ``e = (q_i - w_i) / U_ii`` times
-    ``U_ij`` to every column j > i. Columns go by decreasing ``H_ii``. ``scale`` is [g, o]; returns values on the grid.
+    ``U_ij`` to every column j > i. Columns go by decreasing ``H_ii``. Returns values on the grid.
     """
     order = hessian.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)  # [g, n]
     sorted_hessian = hessian.gather(1, order[:, :, None].expand_as(hessian))
@@ -62,7 +78,7 @@ def compensated(target: Tensor, hessian: Tensor, scale: Tensor, first: int, last
         inner = upper[:, start : start + size, start : start + size]
         for i in range(size):
             column = block[:, :, i]
-            value = _on_grid(column, scale, first, last)
+            value = grid.nearest(column)
             error = (value - column) / inner[:, i, i, None]
             rounded[:, :, start + i] = value
             errors[:, :, i] = error
@@ -72,7 +88,7 @@ def compensated(target: Tensor, hessian: Tensor, scale: Tensor, first: int, last
     return torch.empty_like(rounded).scatter_(2, columns, rounded)
 
 
-def descended(rounded: Tensor, target: Tensor, hessian: Tensor, scale: Tensor, first: int, last: int) -> Tensor:
+def descended(rounded: Tensor, target: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
     """One sweep of coordinate descent: each column moves to the grid value of the least error given all others.
 
     The error of no row rises. The best value of column j is ``w_j - ((w - t) H)_j / H_jj``, rounded.
@@ -85,7 +101,7 @@ def descended(rounded: Tensor, target: Tensor, hessian: Tensor, scale: Tensor, f
         inner, slopes = hessian[:, start:stop, start:stop], slope[:, :, start:stop].clone()
         for i in range(stop - start):
             column = block[:, :, i]
-            value = _on_grid(column - slopes[:, :, i] / inner[:, i, i, None], scale, first, last)
+            value = grid.nearest(column - slopes[:, :, i] / inner[:, i, i, None])
             slopes.baddbmm_((value - column)[:, :, None], inner[:, i, None])
             block[:, :, i] = value
         slope.baddbmm_(block - before, hessian[:, start:stop])
@@ -106,10 +122,6 @@ def refitted_scale(rounded: Tensor, target: Tensor, hessian: Tensor, scale: Tens
 def shared_sum(of_rows: Tensor, taps: int) -> Tensor:
     """The sum over each ``taps`` consecutive rows, in the place of each of them: [g, o]."""
     return of_rows.reshape(len(of_rows), -1, taps).sum(2).repeat_interleave(taps, 1)
-
-
-def _on_grid(x: Tensor, scale: Tensor, first: int, last: int) -> Tensor:
-    return (x / scale).round_().clamp_(first, last).mul_(scale)
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:

@@ -100,6 +100,24 @@ def test_four_bit_weights_with_integer_activations(batches: list[Tensor]) -> Non
     torch.testing.assert_close(plain.simulation(batches[0]), packed.simulation(batches[0]))
 
 
+@pytest.mark.parametrize("bits", ["W4", "W3", "W4A8", "W7A8"])
+@pytest.mark.parametrize("pack", [False, True], ids=["int8", "int4"])
+def test_zero_points_of_weights_come_through(batches: list[Tensor], bits: str, pack: bool) -> None:
+    """In int8 the codes are stored less their zero-points, in int4 these stand beside them."""
+    torch.manual_seed(0)
+    model = Network().eval()
+    for layer in (model.convolution, model.inner, model.head):
+        layer.weight += 0.1  # most of them above zero, in all channels
+    run = ptq.quantize(model, ptq.calibrate(model, batches), bits=bits, refine="ranges", batches=batches)
+    layers = [run.model.convolution, run.model.inner, run.model.head]
+    assert all(bool((layer.weight_zero_point < -1).any()) for layer in layers)
+    built = prepare(run, batches[0], batches, opset=21, pack_weights=pack).build(U8S8)
+    file, simulated = OnnxModule(built.content)(batches[0]), built.simulation(batches[0])
+    assert float((file - simulated).abs().max()) < 0.02 * float(simulated.abs().max())
+    assert float((simulated - run.model(batches[0])).abs().max()) < 0.02 * float(simulated.abs().max())
+    assert (types(built.content)["int8"] == 0) == (pack and bits != "W7A8")
+
+
 def test_seven_bits_leave_four_bits_alone(batches: list[Tensor]) -> None:
     deployment = prepare(quantized(batches, "W4A8"), batches[0], batches)
     one, two = (deployment.build(variant).simulation(batches[0]) for variant in (U8S8, U8S7))

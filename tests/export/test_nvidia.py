@@ -129,6 +129,15 @@ def test_a_diffused_image_is_refused(batches: list[Tensor]) -> None:
         nvidia.amax_of(made)
 
 
+def test_zero_points_of_weights_are_refused(model: nn.Module, batches: list[Tensor]) -> None:
+    calibration = ptq.calibrate(model, batches)
+    options = {"bits": "W4A8", "symmetric_activations": True, "refine": "fast", "batches": batches}
+    with pytest.raises(InputError, match=r"0: its weights have zero-points.* symmetric weights"):
+        nvidia.amax_of(ptq.quantize(model, calibration, **options))
+    symmetric = ptq.quantize(model, calibration, symmetric_weights=True, **options)
+    assert set(nvidia.amax_of(symmetric)) >= {"0.weight_quantizer", "0.input_quantizer"}
+
+
 def test_what_does_not_fit_is_named(model: nn.Module, batches: list[Tensor]) -> None:
     calibration = ptq.calibrate(model, batches)
     with pytest.raises(InputError, match=r"0: its input has zero-point .* symmetric activations"):

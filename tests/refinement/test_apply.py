@@ -64,7 +64,22 @@ def test_weights_are_on_the_grid_of_their_output_channel(
         weight = torch.cat([part.transpose(0, 1) for part in weight.chunk(layer.groups)])
     steps = weight.flatten(1) / layer.weight_scale[:, None]
     torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
-    assert float(steps.abs().max()) < 3 + 1e-4
+    codes = steps + layer.weight_zero_point[:, None]
+    assert bool((layer.weight_zero_point != 0).any()) and set(codes.round().unique().tolist()) <= set(range(-4, 4))
+
+
+def test_weights_are_symmetric_where_the_scheme_says_so(
+    small_network: nn.Module, calibration: ptq.Calibration, batches: list[Tensor]
+) -> None:
+    """And with 8 bits, whose codes less a zero-point would not fit into a runtime's int8."""
+    found = refine(small_network, calibration, scheme("W3A4", symmetric_weights=True, first_last=8), batches)
+    wide = refine(small_network, calibration, scheme("W8A8"), batches)
+    for refined, last in ((found, {"stem": 127, "head": 127}), (wide, dict.fromkeys(wide.bits, 127))):
+        for name in refined.bits:
+            layer = refined.model.get_submodule(name)
+            assert not hasattr(layer, "weight_zero_point")
+            spread = ptq.channels.over_outputs(layer.weight_scale, layer.weight, layer)
+            assert float((layer.weight.detach() / spread).abs().max()) < last.get(name, 3) + 1e-3
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,24 @@ def test_weights_that_have_bits_are_learned_on_their_grid() -> None:
         assert float((steps - before / scale).abs().max()) > 1.9
         assert torch.equal(found.weight_scale[:, None], scale) == (bits is None)  # scales of a grid are learned
         assert torch.allclose(steps, steps.round(), atol=1e-5) == (bits is not None)
-        assert bits is None or float(steps.abs().max()) < 3 + 1e-5
+        assert bits is None or bool(((steps > -4 - 1e-5) & (steps < 3 + 1e-5)).all())
+
+
+def test_weights_with_zero_points_are_learned_on_their_grid() -> None:
+    """A grid that lies above zero: what is on it is found, ends included, and what lies beyond it isn't."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 4, bias=False), torch.randn(256, 16)
+    layer.weight.data = torch.randint(0, 8, (4, 16)).float()
+    recipe = Recipe(steps=600, weights=0.05, scales=0.0)
+    for moved in (0, -5):
+        found = ptq.quantization.quantize(layer, ptq.calibrate(layer, [x]), bits="W3").model
+        found.weight_zero_point.fill_(-4.0)  # codes from 0 to 7
+        found.weight.data, found.weight_scale = layer.weight.detach().clone(), torch.ones(4)
+        wanted = layer.weight.detach().flip(0) + moved
+        learn(found, {"": found}, drawn_parts([Call((x,), {}, None)], [x @ wanted.T], recipe, 0), recipe, bits={"": 3})
+        codes = found.weight.detach()
+        assert set(codes.round(decimals=4).unique().tolist()) <= set(range(8))
+        assert float((codes == wanted).float().mean()) > 0.8 or moved
 
 
 def test_scales_of_a_grid_are_learned() -> None:
@@ -273,7 +290,8 @@ def test_what_was_learned_is_on_the_grid_and_in_the_file(network: nn.Module, tmp
         layer = best.model.get_submodule(name)
         steps = layer.weight.detach().flatten(1) / layer.weight_scale[:, None]
         torch.testing.assert_close(steps, steps.round(), atol=1e-4, rtol=0)
-        assert float(steps.abs().max()) < 3 + 1e-4
+        codes = steps + layer.weight_zero_point[:, None]
+        assert float(codes.min()) > -4 - 1e-4 and float(codes.max()) < 3 + 1e-4
         assert isinstance(layer.input_quantizer, FakeQuantize)
     best.save(tmp_path / "best.safetensors")
     loaded = ptq.Quantized.load(tmp_path / "best.safetensors", network, calibration)

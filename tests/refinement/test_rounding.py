@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ptq.formats import affine
 from ptq.refinement import rounding
 from ptq.refinement.layer import round_weight
+from ptq.refinement.rounding import Grid
 
 
 def correlated_rows(seed: int, groups: int, rows: int, inputs: int) -> Tensor:
@@ -76,7 +78,7 @@ def test_rows_of_zeros_leave_the_weight_as_it_is() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_compensated_rounding_is_gptq(seed: int) -> None:
     target, hessian, scale = problem(seed)
-    found = rounding.compensated(target, hessian, scale, -3, 3)
+    found = rounding.compensated(target, hessian, Grid(scale, -3, 3))
     expected = gptq_by_the_book(target[0].numpy(), hessian[0].numpy(), scale[0].numpy(), 3)
     np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-9)
 
@@ -84,7 +86,7 @@ def test_compensated_rounding_is_gptq(seed: int) -> None:
 def test_blocks_of_columns_change_nothing() -> None:
     """More columns than one block has: what earlier blocks leave behind arrives in the later ones."""
     target, hessian, scale = problem(3, outputs=2, inputs=150)
-    found = rounding.compensated(target, hessian, scale, -3, 3)
+    found = rounding.compensated(target, hessian, Grid(scale, -3, 3))
     expected = gptq_by_the_book(target[0].numpy(), hessian[0].numpy(), scale[0].numpy(), 3)
     np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-9)
 
@@ -94,7 +96,7 @@ def test_compensation_beats_rounding_to_nearest() -> None:
     rows_better = []
     for seed in range(40):
         target, hessian, scale = problem(seed)
-        found = rounding.compensated(target, hessian, scale, -3, 3)
+        found = rounding.compensated(target, hessian, Grid(scale, -3, 3))
         error = rounding.output_error(found, target, hessian)
         plain = rounding.output_error(nearest(target, scale), target, hessian)
         assert float(error.sum()) <= float(plain.sum())
@@ -105,19 +107,19 @@ def test_compensation_beats_rounding_to_nearest() -> None:
 def test_a_diagonal_hessian_leaves_nothing_to_compensate() -> None:
     target, _, scale = problem(0)
     hessian = torch.diag(torch.rand(12, dtype=torch.float64) + 0.1)[None]
-    torch.testing.assert_close(rounding.compensated(target, hessian, scale, -3, 3), nearest(target, scale))
+    torch.testing.assert_close(rounding.compensated(target, hessian, Grid(scale, -3, 3)), nearest(target, scale))
 
 
 @pytest.mark.parametrize("start", ["nearest", "compensated"])
 def test_descent_raises_no_error_and_ends_where_no_single_step_helps(start: str) -> None:
     for seed in range(5):
         target, hessian, scale = problem(seed, inputs=8)
-        weight = rounding.compensated(target, hessian, scale, -3, 3)
+        weight = rounding.compensated(target, hessian, Grid(scale, -3, 3))
         if start == "nearest":
             weight = nearest(target, scale)
         error = rounding.output_error(weight, target, hessian)
         for _ in range(20):
-            weight = rounding.descended(weight, target, hessian, scale, -3, 3)
+            weight = rounding.descended(weight, target, hessian, Grid(scale, -3, 3))
             after = rounding.output_error(weight, target, hessian)
             assert bool((after <= error + 1e-9).all())
             error = after
@@ -133,7 +135,7 @@ def test_descent_raises_no_error_and_ends_where_no_single_step_helps(start: str)
 def test_descent_over_blocks_equals_a_plain_loop() -> None:
     target, hessian, scale = problem(1, outputs=2, inputs=150)
     weight = nearest(target, scale)[0].numpy().copy()
-    found = rounding.descended(nearest(target, scale), target, hessian, scale, -3, 3)
+    found = rounding.descended(nearest(target, scale), target, hessian, Grid(scale, -3, 3))
     t, h, s = target[0].numpy(), hessian[0].numpy(), scale[0].numpy()
     for j in range(150):
         best = weight[:, j] - ((weight - t) @ h)[:, j] / h[j, j]
@@ -170,33 +172,54 @@ def test_codes_of_zero_keep_their_scale() -> None:
 
 def test_groups_are_rounded_each_by_itself() -> None:
     target, hessian, scale = problem(4, groups=5, outputs=3, inputs=9)
-    together = rounding.compensated(target, hessian, scale, -3, 3)
-    descended = rounding.descended(together, target, hessian, scale, -3, 3)
-    weight, scales = round_weight(target.float(), hessian.float(), 3)
+    together = rounding.compensated(target, hessian, Grid(scale, -3, 3))
+    descended = rounding.descended(together, target, hessian, Grid(scale, -3, 3))
+    weight, grid = round_weight(target.float(), hessian.float(), 3)
     for g in range(5):
         one = slice(g, g + 1)
-        alone = rounding.compensated(target[one], hessian[one], scale[one], -3, 3)
+        alone = rounding.compensated(target[one], hessian[one], Grid(scale[one], -3, 3))
         torch.testing.assert_close(together[one], alone)
         torch.testing.assert_close(
-            descended[one], rounding.descended(alone, target[one], hessian[one], scale[one], -3, 3)
+            descended[one], rounding.descended(alone, target[one], hessian[one], Grid(scale[one], -3, 3))
         )
-        weight_alone, scales_alone = round_weight(target[one].float(), hessian[one].float(), 3)
+        weight_alone, grid_alone = round_weight(target[one].float(), hessian[one].float(), 3)
         torch.testing.assert_close(weight[one], weight_alone)
-        torch.testing.assert_close(scales[one], scales_alone)
+        for part in ("scale", "first", "last"):
+            torch.testing.assert_close(getattr(grid, part)[one], getattr(grid_alone, part))
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "with zero-points"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_rounded_weight_is_on_its_grid_and_better_than_gptq_alone(bits: int) -> None:
+def test_a_rounded_weight_is_on_its_grid_and_better_than_gptq_alone(bits: int, symmetric: bool) -> None:
     last = 2 ** (bits - 1) - 1
     for seed in range(5):
         target, hessian, scale = problem(seed)
-        found, scales = round_weight(target, hessian, bits)
-        codes = found / scales[:, :, None]
+        found, grid = round_weight(target, hessian, bits, symmetric=symmetric)
+        codes = found / grid.scale[:, :, None]
         torch.testing.assert_close(codes, codes.round(), atol=1e-6, rtol=0)
-        assert float(codes.abs().max()) <= last + 1e-6
-        alone = rounding.compensated(target, hessian, scale * 3 / last, -last, last)
+        lowest, highest = codes.amin(2).round(), codes.amax(2).round()
+        assert bool((lowest >= grid.first).all()) and bool((highest <= grid.last).all())
+        count = torch.as_tensor(grid.last - grid.first) + 1
+        assert bool((count == 2**bits - symmetric).all())
+        assert bool((torch.as_tensor(grid.first) <= 0).all()) and bool((torch.as_tensor(grid.last) >= 0).all())
+        whole = Grid(scale * 3 / last, -last, last)
+        if not symmetric:
+            spread, zero_point = affine.affine_parameters(target.amin(2), target.amax(2), bits)
+            whole = Grid(spread, -last - 1 - zero_point, last - zero_point)
+        alone = rounding.compensated(target, hessian, whole)
         assert bool(
             (
                 rounding.output_error(found, target, hessian) <= rounding.output_error(alone, target, hessian) + 1e-9
             ).all()
         )
+
+
+def test_weights_of_one_sign_use_all_codes_of_a_shifted_grid() -> None:
+    """The steps are half as wide: less than a third of the error of a grid with as many codes below zero."""
+    hessian = torch.eye(40, dtype=torch.float64)[None]
+    target = torch.rand(1, 300, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    errors = [
+        rounding.output_error(round_weight(target, hessian, 4, symmetric=symmetric)[0], target, hessian).mean()
+        for symmetric in (False, True)
+    ]
+    assert 0.15 < float(errors[0] / errors[1]) < 0.35  # (7 / 15)² = 0.22

@@ -29,7 +29,7 @@ def refined(small_network: nn.Module, batches: list[Tensor]) -> Refining:
 
 
 def changed(found: ptq.Quantized, plain: ptq.Quantized) -> set[str]:
-    """What differs: "weight", "weight_scale", "bias", "scale" of the inputs."""
+    """What differs: "weight", "weight_scale", "weight_zero_point", "bias", "scale" of the inputs."""
     before, after = plain.model.state_dict(), found.model.state_dict()
     return {key.rpartition(".")[2] for key in after if key not in before or not torch.equal(before[key], after[key])}
 
@@ -37,7 +37,11 @@ def changed(found: ptq.Quantized, plain: ptq.Quantized) -> set[str]:
 @pytest.mark.parametrize(
     ("step", "may_change", "must_change"),
     [
-        ("ranges", {"weight", "weight_scale", "scale", "zero_point"}, {"weight_scale", "scale"}),
+        (
+            "ranges",
+            {"weight", "weight_scale", "weight_zero_point", "scale", "zero_point"},
+            {"weight_scale", "weight_zero_point", "scale"},
+        ),
         ("weights", {"weight"}, {"weight"}),
         ("rounding", {"weight"}, {"weight"}),
         ("bias", {"bias"}, {"bias"}),
@@ -86,8 +90,11 @@ def test_ranges_alone_round_to_nearest(small_batches: list[Tensor]) -> None:
     calibration = ptq.calibrate(layer, [x])
     model = ptq.quantize(layer, calibration, 3, None, refine="ranges", batches=[x]).model
     scale = model.weight_scale.view(-1, 1, 1, 1)
-    torch.testing.assert_close(model.weight, (layer.weight / scale).round().clamp(-3, 3) * scale)
-    assert bool((model.weight_scale <= layer.weight.abs().amax((1, 2, 3)) / 3 + 1e-6).all())
+    zero_point = model.weight_zero_point.view(-1, 1, 1, 1)
+    codes = (layer.weight / scale + zero_point).round().clamp(-4, 3)
+    torch.testing.assert_close(model.weight, (codes - zero_point) * scale)
+    spread = layer.weight.amax((1, 2, 3)) - layer.weight.amin((1, 2, 3))
+    assert bool((model.weight_scale <= spread / 7 + 1e-6).all())
 
 
 def test_all_steps_by_name_are_fast(refined: Refining) -> None:

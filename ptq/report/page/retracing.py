@@ -85,6 +85,7 @@ def _scheme(scheme: Mapping[str, Any]) -> list[str]:
     for pattern, bits in scheme["overrides"]:
         parts += ["--override", f"{pattern}={Bits(**bits)}"]
     parts += ["--symmetric"] if scheme["symmetric_activations"] else []
+    parts += ["--symmetric-weights"] if scheme.get("symmetric_weights") else []
     parts += [] if scheme.get("diffuse_image", True) else ["--no-diffuse"]
     return parts + ([] if scheme["fold_batchnorm"] else ["--keep-batchnorm"])
 
