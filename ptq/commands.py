@@ -113,9 +113,9 @@ def quantize(
     refine: Annotated[
         str,
         typer.Option(
-            help="none: rounded to nearest; fast: layer by layer, small networks then learned, a minute or so; "
-            "best: blocks and network learned, minutes. Or steps alone, of image,ranges,weights,rounding,bias,blocks,"
-            "network."
+            help="none: rounded to nearest; fast: α by layer unless ptq smooth was run, then layer by layer, small "
+            "networks learned in the end, a minute or so; best: blocks and network learned, minutes. Or steps alone, "
+            "of alpha,image,ranges,weights,rounding,bias,blocks,network."
         ),
     ] = "fast",
     budget: Annotated[
@@ -132,7 +132,7 @@ def quantize(
     diffuse: Annotated[
         bool, typer.Option("--diffuse/--no-diffuse", help="Spread the rounding errors of an image in few bits.")
     ] = True,
-    use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use the smoothed model, if any.")] = True,
+    use_smoothed: Annotated[bool, typer.Option("--smooth/--no-smooth", help="Use a smoothed model.")] = True,
 ) -> None:
     """Quantize: --weights 8 --activations 8, or --bits W8A8."""
     from ptq.quantization import Bits, Scheme

@@ -29,7 +29,7 @@ from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.racing import check_race
 from ptq.refinement import SAMPLES as REFINED_ON
-from ptq.refinement import Refined, steps_of
+from ptq.refinement import SMOOTHING, Refined, smooths_first, steps_of
 from ptq.refinement import refine as refine_network
 from ptq.sizing import SizeStudy, calibration_sizes
 from ptq.smoothing import Alpha, Explicit, Form, Smoothed, check_smoothing, smooth
@@ -109,6 +109,7 @@ class Run(RunFolder):
         explicit: Explicit = "allow",
         bits: Bits | None = None,
         clip: bool = False,
+        by: str = "smooth",  # the command that wants it; quantize's own is nobody else's
     ) -> Smoothed:
         check_smoothing(alpha, form, explicit, clip=clip)  # before any work is done
         calibration = self.calibration()
@@ -135,6 +136,7 @@ class Run(RunFolder):
             "clip": clip,
             "form": form,
             "explicit": explicit,
+            "by": by,
             "proof": asdict(smoothed.proof),
             "layers": [asdict(entry) for entry in smoothed.ledger],
         }
@@ -147,14 +149,15 @@ class Run(RunFolder):
             return None
         of_smoothed, original = Calibration.load(self.smoothed_calibration_file), self.calibration()
         if (of_smoothed.data_fingerprint, of_smoothed.observer) != (original.data_fingerprint, original.observer):
-            raise MismatchError(f"{self.smoothed_file}: made from another calibration: run `ptq smooth` again")
+            command = "quantize" if self._smoothed_by_quantize() else "smooth"
+            raise MismatchError(f"{self.smoothed_file}: made from another calibration: run `ptq {command}` again")
         return Smoothed.load(self.smoothed_file, self.task.model, of_smoothed)
 
     def quantize(
         self, scheme: Scheme, *, use_smoothed: bool = True, observer: str | None = None, refine: str = "fast"
     ) -> Quantized:
         steps_of(refine)  # before any work is done
-        model, calibration, smoothed = self._to_quantize(use_smoothed=use_smoothed)
+        model, calibration, smoothed = self._to_quantize(scheme, refine, use_smoothed=use_smoothed)
         if smoothed is None:
             self.say("quantizing the model as it is")
         else:
@@ -180,7 +183,7 @@ class Run(RunFolder):
         """Bits for the weights of each layer, by a budget of bits or by the largest drop."""
         steps_of(refine)
         check_wish(budget, max_drop)
-        model, calibration, _ = self._to_quantize(use_smoothed=use_smoothed)
+        model, calibration, _ = self._to_quantize(scheme, refine, use_smoothed=use_smoothed)
         allocation = choose_bits(
             model,
             calibration,
@@ -196,11 +199,24 @@ class Run(RunFolder):
         write_json(self.mixed_file, allocation.to_json())
         return allocation
 
-    def _to_quantize(self, *, use_smoothed: bool) -> tuple[nn.Module, Calibration, Smoothed | None]:
-        smoothed = self.smoothed() if use_smoothed else None
+    def _to_quantize(
+        self, scheme: Scheme, refine: str, *, use_smoothed: bool
+    ) -> tuple[nn.Module, Calibration, Smoothed | None]:
+        """The network that ``ptq smooth`` made in this folder; else one smoothed for this scheme, if that is a step.
+
+        What an earlier ``ptq quantize`` smoothed was for its own bits, and isn't taken.
+        """
+        scheme.assign(list(self.calibration().layers))  # before any work is done
+        smoothed = self.smoothed() if use_smoothed and not self._smoothed_by_quantize() else None
+        if smoothed is None and use_smoothed and smooths_first(refine, scheme):
+            self.say("smoothing first, with α and clips by layer")
+            smoothed = self.smooth(**SMOOTHING, bits=scheme.bits, by="quantize")
         if smoothed is None:
             return self.task.model, self.calibration(), None
         return smoothed.model, smoothed.calibration, smoothed
+
+    def _smoothed_by_quantize(self) -> bool:
+        return self.ledger_file.exists() and read_json(self.ledger_file).get("by") == "quantize"
 
     def _quantized_by(
         self, scheme: Scheme, model: nn.Module, calibration: Calibration, observer: str | None, refine: str

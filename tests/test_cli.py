@@ -115,6 +115,9 @@ def test_every_command_makes_what_it_builds_on(cli: Cli, tmp_path: Path) -> None
         "log.jsonl",
         "calibration.safetensors",
         "run.json",
+        "smoothed.safetensors",
+        "smoothed_calibration.safetensors",
+        "ledger.json",
         "quantized.safetensors",
     }
 
@@ -394,6 +397,32 @@ def test_refinement_goes_all_the_way(cli: Cli) -> None:
     cli("quantize", "--bits", "W3A4")
     refined = cli("evaluate", "--json", "--images", "128", "--error-batches", "1").json
     names = [row["name"] for row in refined["networks"]]
-    assert names == ["float", "W3A4", "W3A4, refined"]
+    assert names == ["float", "W3A4", "W3A4, smoothed α by layer, refined"]
     wrong = cli("quantize", "--refine", "magic")
     assert wrong.code == 1 and "magic" in wrong.err and len(wrong.err.splitlines()) == 1
+
+
+def test_quantize_smooths_for_its_bits_unless_told_otherwise(cli: Cli, tmp_path: Path) -> None:
+    """What it smoothed by itself is nobody else's; what ``ptq smooth`` made is taken as it is."""
+    folder = tmp_path / "reports/digits"
+
+    def quantized(*options: str) -> tuple[str, str, dict[str, object]]:
+        finished = cli("quantize", *options)
+        assert finished.code == 0
+        ledger = json.loads((folder / "ledger.json").read_text()) if (folder / "ledger.json").exists() else {}
+        evaluated = cli("evaluate", "--json", "--images", "32", "--error-batches", "1").json
+        return finished.err, evaluated["networks"][-1]["name"], {key: ledger.get(key) for key in ("by", "bits", "clip")}
+
+    cli("calibrate", "--batches", "2")
+    assert quantized("--no-smooth", "--refine", "bias")[1:] == (
+        "W8A8, refined",
+        {"by": None, "bits": None, "clip": None},
+    )
+    for bits in ("W4A4", "W8A8"):
+        said, name, ledger = quantized("--bits", bits, "--refine", "alpha,bias")
+        assert "smoothing first" in said and name == f"{bits}, smoothed α by layer, refined"
+        assert ledger == {"by": "quantize", "bits": bits, "clip": True}
+    assert "as it is" in quantized("--refine", "bias")[0]
+    cli("smooth", "--alpha", "0.3")
+    said, name, ledger = quantized("--bits", "W4A4", "--refine", "alpha,bias")
+    assert "smoothing first" not in said and name == "W4A4, smoothed α=0.3, refined" and ledger["by"] == "smooth"

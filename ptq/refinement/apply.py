@@ -25,6 +25,7 @@ from ptq.refinement.steps import LAYER_STEPS, steps_of
 from ptq.refinement.usage import Usage, layers_in, look_at_usage
 from ptq.refinement.varying import can_be_varied, varied_samples
 from ptq.refinement.walking import LayerRefiner, Networks, ways_through
+from ptq.smoothing import Smoothed
 
 SAMPLES = 1024
 VARIATIONS = 1  # of each sample, beside the sample itself
@@ -42,6 +43,7 @@ class Refined(Quantized):
     blocks: dict[str, list[str]] = field(default_factory=dict)  # what was learned as a whole → its layers
     learned_as_a_whole: bool = False  # in the end
     samples: int = 0  # that it was refined on
+    smoothed: Smoothed | None = None  # what it was made from, if that was smoothed on the way: to load it again
     peak_memory: int | None = None  # bytes that the process took at most until it was refined
 
 
@@ -66,7 +68,8 @@ def refine(
     ridge least squares towards the float output, its rounding with compensation, its scales, and the bias, such that
     the mean residual is zero. With the effort ``best`` the layers of each block are then learned together. In the end
     those of the whole network are, with ``fast`` in a few steps and only if the network is small. A text that names
-    some of the steps (``"rounding,bias"``) takes these alone. The same seed and batches give the same network.
+    some of the steps (``"rounding,bias"``) takes these alone; ``alpha`` is the caller's to take, before. The same seed
+    and batches give the same network.
 
     Before all that, an image that the first layer reads in fewer than 8 bits is diffused, if the scheme lets it: its
     rounding errors are spread over neighbouring pixels, where that brings the answers closer.

@@ -1,10 +1,14 @@
-"""What refinement is made of: one word for a usual amount of work, or its steps by name."""
+"""What refinement is made of: one word for a usual amount of work, or its steps by name.
+
+The first of them, ``alpha``, is smoothing: whoever quantizes takes it before the network is rounded.
+"""
 
 from __future__ import annotations
 
 from ptq.errors import InputError
 
 STEPS = {
+    "alpha": "and clipped ranges by layer, of a network that isn't smoothed yet, folded only",
     "image": "an image in few bits has its rounding errors spread",
     "ranges": "of inputs, and of weights by channel, by the error of the layer's output",
     "weights": "moved by ridge least squares towards the float output",

@@ -1,4 +1,4 @@
-"""This project: rounded to nearest, and smoothed with α and clips by layer and then refined, as README suggests."""
+"""This project: rounded to nearest, and refined, with one word for how much."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REQUIREMENTS = None
 WIDTHS = ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8")
 ROUNDED = ", image rounded"  # as others do; with 8 bits it always is
 RECIPES = {"rounded": WIDTHS} | {
-    f"smoothed, --refine {effort}{image}": ("W4A4", "W3A3") if image else WIDTHS
+    f"--refine {effort}{image}": ("W4A4", "W3A3") if image else WIDTHS
     for effort in ("fast", "best")
     for image in ("", ROUNDED)
 }
@@ -30,9 +30,6 @@ def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Network:
 
     effort = recipe.removesuffix(ROUNDED).split()[-1] if "--refine" in recipe else "none"
     calibration = ptq.calibrate(model, batches)
-    if effort != "none":
-        smoothed = ptq.smooth(model, calibration, "auto", weights=bits.weights, activations=bits.activations, clip=True)
-        model, calibration = smoothed.model, smoothed.calibration
     options = {"refine": effort, "batches": batches, "first_last": bits.outer}
     options["diffuse_image"] = not recipe.endswith(ROUNDED)
     return Network(ptq.quantize(model, calibration, bits.weights, bits.activations, **options))

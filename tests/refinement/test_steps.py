@@ -98,7 +98,7 @@ def test_ranges_alone_round_to_nearest(small_batches: list[Tensor]) -> None:
 
 
 def test_all_steps_by_name_are_fast(refined: Refining) -> None:
-    by_name, fast = refined("image,ranges,weights,rounding,bias,network"), refined("fast")
+    by_name, fast = refined("alpha,image,ranges,weights,rounding,bias,network"), refined("fast")
     assert isinstance(by_name, Refined) and by_name.learned_as_a_whole
     states = by_name.model.state_dict(), fast.model.state_dict()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
@@ -131,5 +131,5 @@ def test_what_words_and_texts_mean() -> None:
     assert steps_of("fast") == EFFORTS["fast"] == set(STEPS) - {"blocks"}
     assert steps_of("bias, ranges") == {"bias", "ranges"}
     for text in ("magic", "bias,", "", "fast,bias"):
-        with pytest.raises(InputError, match="choose none, fast or best, or steps: image,ranges,"):
+        with pytest.raises(InputError, match="choose none, fast or best, or steps: alpha,image,ranges,"):
             steps_of(text)

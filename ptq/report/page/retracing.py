@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptq.quantization import Bits
+from ptq.refinement import steps_of
 from ptq.report.page.files import RunFiles
 from ptq.tasks import DEFAULT, folder_name
 
@@ -60,14 +61,21 @@ def _smooth(files: RunFiles) -> Iterator[list[str]]:
 def _quantize(files: RunFiles) -> Iterator[list[str]]:
     if files.quantized is None:
         if files.evaluation:
-            yield ["ptq", "quantize", *_scheme(files.evaluation["scheme"]), *_refinement(files.evaluation)]
+            parts = ["ptq", "quantize", *_scheme(files.evaluation["scheme"])]
+            parts += _unsmoothed(files, files.evaluation) if files.evaluation["alpha"] is None else []
+            yield [*parts, *_refinement(files.evaluation)]
         return
     parts = ["ptq", "quantize", *_scheme(files.quantized["scheme"])]
     if files.calibration:
         parts += _unless("--observer", files.quantized["observer"], files.calibration.observer)
-        if files.smoothed and files.quantized["source"] == files.calibration.model_fingerprint:
-            parts.append("--no-smooth")
+        if files.quantized["source"] == files.calibration.model_fingerprint:
+            parts += _unsmoothed(files, files.quantized)
     yield [*parts, *_refinement(files.quantized)]
+
+
+def _unsmoothed(files: RunFiles, made: Mapping[str, Any]) -> list[str]:
+    """Needed where there is a smoothed network, or refinement would begin with making one."""
+    return ["--no-smooth"] if files.smoothed or "alpha" in steps_of(made.get("refine", "none")) else []
 
 
 def _refinement(made: Mapping[str, Any]) -> list[str]:
