@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +134,39 @@ def test_what_words_and_texts_mean() -> None:
     for text in ("magic", "bias,", "", "fast,bias"):
         with pytest.raises(InputError, match="choose none, fast or best, or steps: alpha,image,ranges,"):
             steps_of(text)
+
+
+def test_alpha_alone_smooths_by_layer_and_rounds(small_network: nn.Module, batches: list[Tensor]) -> None:
+    calibration = ptq.calibrate(small_network, batches)
+    found = ptq.quantize(small_network, calibration, 3, 4, refine="alpha", batches=batches)
+    by_hand = ptq.smooth(small_network, calibration, "auto", explicit="never", weights=3, activations=4, clip=True)
+    expected = ptq.quantize(by_hand.model, by_hand.calibration, 3, 4)
+    assert isinstance(found, Refined) and found.smoothed is not None
+    assert {entry.action for entry in found.smoothed.ledger} == {"folded", "skipped"}
+    states = found.model.state_dict(), expected.model.state_dict()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+
+
+def test_what_is_smoothed_is_not_smoothed_again(
+    small_network: nn.Module, batches: list[Tensor], tmp_path: Path
+) -> None:
+    calibration = ptq.calibrate(small_network, batches)
+    smoothed = ptq.smooth(small_network, calibration, 0.5)
+    options = {"refine": "alpha,bias", "batches": batches}
+    given, ours = (
+        ptq.quantize(model, statistics, 3, 4, **options)
+        for model, statistics in ((smoothed.model, smoothed.calibration), (small_network, calibration))
+    )
+    assert isinstance(given, Refined) and given.smoothed is None
+    assert given.source_fingerprint == smoothed.calibration.model_fingerprint
+    assert isinstance(ours, Refined) and ours.smoothed is not None
+    ours.save(tmp_path / "quantized.safetensors")
+    again = ptq.Quantized.load(tmp_path / "quantized.safetensors", ours.smoothed.model, ours.smoothed.calibration)
+    with torch.no_grad():
+        assert torch.equal(again.model(batches[0]), ours.model(batches[0]))
+
+
+def test_number_formats_have_no_bits_to_choose_alpha_for(small_network: nn.Module, batches: list[Tensor]) -> None:
+    calibration = ptq.calibrate(small_network, batches)
+    found = ptq.quantize(small_network, calibration, weight_format="affine:bits=4", refine="fast", batches=batches)
+    assert isinstance(found, Refined) and found.smoothed is None

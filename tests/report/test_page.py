@@ -21,6 +21,7 @@ from PIL import Image
 
 from ptq.cli import invoke
 from ptq.errors import InputError
+from ptq.quantization.apply import SCHEMA as QUANTIZED_SCHEMA
 from ptq.report.page import MOST_BYTES, RunFiles, render, write_page
 from ptq.report.page.drawing import Scale, narrowed
 from ptq.report.page.layers import layer_table
@@ -188,6 +189,35 @@ def test_the_commands_make_the_same_files_again(made: Path, tmp_path: Path, monk
         assert again == json.loads((made / name).read_text()), name
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--bits", "W4A4", "--refine", "alpha,bias"], ["calibrate", "quantize", "report"]),
+        (["--bits", "W4A4", "--refine", "alpha,bias", "--no-smooth"], ["calibrate", "quantize", "report"]),
+    ],
+    ids=["smoothed by quantize", "left unsmoothed"],
+)
+def test_quantize_is_retraced_with_what_it_smoothed(
+    options: list[str], steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    ptq("calibrate", "--batches", "2", "--quiet")
+    ptq("quantize", *options, "--quiet")
+    retraced = commands(RunFiles.read(Path("reports/digits")))
+    assert [command.split()[1] for command in retraced] == steps
+    monkeypatch.chdir(folders[1])
+    for command in retraced[:-1]:
+        ptq(*shlex.split(command)[1:], "--quiet")
+    names = {path.name for path in (folders[1] / "reports/digits").iterdir()}
+    assert ("ledger.json" in names) == ("--no-smooth" not in options)
+    for name in names - {"log.jsonl"}:
+        one, other = ((folder / "reports/digits" / name).read_bytes() for folder in folders)
+        assert one == other, name
+
+
 def test_a_folder_elsewhere_is_named(made: Path, tmp_path: Path) -> None:
     elsewhere = Path(shutil.copytree(made, tmp_path / "my run"))
     assert all(shlex.split(command)[-2:] == ["--run", "my run"] for command in commands(RunFiles.read(elsewhere))[1:])
@@ -204,7 +234,7 @@ def test_hashes_are_those_of_the_files(made: Path) -> None:
 
 def test_clip_marks_are_the_ends_of_the_quantizer_s_grid(made: Path) -> None:
     files = RunFiles.read(made)
-    tensors, metadata = read_tensors(made / "quantized.safetensors", "quantized model", 1)
+    tensors, metadata = read_tensors(made / "quantized.safetensors", "quantized model", QUANTIZED_SCHEMA)
     quantized = [name for name, bits in metadata["bits"].items() if bits["activations"]]
     assert set(files.clips) == set(quantized) and len(quantized) > 10
     for name in quantized:

@@ -48,9 +48,9 @@ def _calibrate(files: RunFiles) -> Iterator[list[str]]:
 
 
 def _smooth(files: RunFiles) -> Iterator[list[str]]:
-    if not files.ledger:
-        return
     ledger = files.ledger
+    if not ledger or (ledger.get("by") == "quantize" and files.quantizes_smoothed):  # which makes it again
+        return
     parts = ["ptq", "smooth", "--alpha", str(ledger["alpha"])]
     parts += _unless("--bits", ledger["bits"], None)
     parts += ["--clip"] if ledger["clip"] else []
