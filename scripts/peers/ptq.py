@@ -7,11 +7,11 @@ from typing import Any
 
 REQUIREMENTS = None
 WIDTHS = ("W8A8", "W4A8", "W4A4", "W3A3", "W4A4-8", "W3A3-8")
-ROUNDED = ", image rounded"  # as others do; with 8 bits it always is
+LIKE_OTHERS = ", image rounded, weights symmetric"  # as all others do; in 8 bits they always are
 RECIPES = {"rounded": WIDTHS} | {
-    f"--refine {effort}{image}": ("W4A4", "W3A3") if image else WIDTHS
+    f"--refine {effort}{grids}": WIDTHS[1:] if grids else WIDTHS
     for effort in ("fast", "best")
-    for image in ("", ROUNDED)
+    for grids in ("", LIKE_OTHERS)
 }
 
 
@@ -28,10 +28,11 @@ class Network:
 def quantize(model: Any, batches: list[Any], bits: Any, recipe: str) -> Network:
     import ptq
 
-    effort = recipe.removesuffix(ROUNDED).split()[-1] if "--refine" in recipe else "none"
+    alike = recipe.endswith(LIKE_OTHERS)
+    effort = recipe.removesuffix(LIKE_OTHERS).split()[-1] if "--refine" in recipe else "none"
     calibration = ptq.calibrate(model, batches)
     options = {"refine": effort, "batches": batches, "first_last": bits.outer}
-    options["diffuse_image"] = not recipe.endswith(ROUNDED)
+    options |= {"diffuse_image": not alike, "symmetric_weights": alike}
     return Network(ptq.quantize(model, calibration, bits.weights, bits.activations, **options))
 
 
