@@ -15,7 +15,7 @@ from ptq.quantization import Bits, Quantized, Scheme
 from ptq.quantization.apply import quantize_by
 from ptq.ranges import HISTOGRAM_RANGES
 from ptq.refinement import refine as refine_network
-from ptq.smoothing import Smoothed, smooth
+from ptq.smoothing import Explicit, Smoothed, smooth
 from ptq.sweeping import AUTO, Alpha
 
 
@@ -27,6 +27,7 @@ class Recipe:
     observer: str = "max"
     batches: int = 200  # of the calibration
     alpha: Alpha = None  # a number; "auto" or "auto+clip", by layer; "equalize"; None: not smoothed
+    explicit: Explicit = "allow"  # where smoothing can't be folded
     refine: str = "none"
 
     @classmethod
@@ -43,6 +44,7 @@ class Recipe:
             observer=quantized.observer,
             batches=calibration.batches,
             alpha=alpha,
+            explicit=smoothed.explicit if smoothed else "allow",
             refine=quantized.refine,
         )
 
@@ -56,7 +58,7 @@ class Recipe:
             how = self.alpha if isinstance(self.alpha, str) else f"{self.alpha:g}"
             if how in AUTO:
                 how = f"auto --bits {self.scheme.bits}{' --clip' if self.alpha == 'auto+clip' else ''}"
-            lines.append(f"ptq smooth --alpha {how}")
+            lines.append(f"ptq smooth --alpha {how}{' --explicit never' if self.explicit == 'never' else ''}")
         lines.append(" ".join(["ptq quantize", *scheme_options(self.scheme), *self._quantize_options]))
         return [f"{line} {where}".strip() for line in lines]
 
@@ -125,6 +127,7 @@ class Kitchen:
                 weights=scheme.bits.weights,
                 activations=scheme.bits.activations,
                 clip=recipe.alpha == "auto+clip",
+                explicit=recipe.explicit,
                 batches=self.batches if recipe.observer in HISTOGRAM_RANGES else None,
             )
             model, calibration = smoothed.model, smoothed.calibration

@@ -24,12 +24,11 @@ from ptq.smoothing.fold import write_factors
 from ptq.smoothing.ledger import ledger_entry
 from ptq.smoothing.modules import is_smoothed
 from ptq.smoothing.proof import prove_equivalence
-from ptq.smoothing.result import Alpha, Smoothed
+from ptq.smoothing.result import Alpha, Explicit, Smoothed
 from ptq.smoothing.search import Choice, Member, output_l1, search_group, shared_factors
 from ptq.storage import fingerprint
 
 Form: TypeAlias = Literal["fold", "hook"]
-Explicit: TypeAlias = Literal["allow", "never"]
 
 
 def smooth(
@@ -129,6 +128,7 @@ def smooth(
         factors=factors,
         ledger=ledger,
         alpha=alpha,
+        explicit=explicit,
         proof=proof,
         curves={name: {a: errors[name] for a, errors in choice.curve.items()} for name, choice in chosen.items()},
         _undo=undo,

@@ -18,8 +18,9 @@ from ptq.smoothing.modules import ATTRIBUTE, NOTES, ChannelClamp, Undo, attach_n
 from ptq.smoothing.proof import Proof
 from ptq.storage import load_state, read_tensors, write_tensors
 
-SCHEMA = 2
+SCHEMA = 3
 Alpha: TypeAlias = float | Literal["auto", "equalize"]
+Explicit: TypeAlias = Literal["allow", "never"]
 _FACTORS = "factors/"  # keys of a file, beside those of the state dict
 
 
@@ -46,6 +47,7 @@ class Smoothed:
     factors: dict[str, Tensor]  # what each layer's input is divided by, in all
     ledger: list[LedgerEntry]
     alpha: Alpha
+    explicit: Explicit = "allow"  # what was done where folding is impossible
     proof: Proof | None = None
     curves: dict[str, dict[float | None, float]] = field(default_factory=dict)  # layer → α (None: none) → error
     _undo: Undo = field(default_factory=Undo)
@@ -68,6 +70,7 @@ class Smoothed:
         metadata: dict[str, Any] = {
             "schema": SCHEMA,
             "alpha": self.alpha,
+            "explicit": self.explicit,
             "model": self.calibration.model_fingerprint,
             "ledger": [asdict(entry) for entry in self.ledger],
             "proof": asdict(self.proof) if self.proof else None,
@@ -114,5 +117,6 @@ class Smoothed:
                 LedgerEntry(**{**entry, "shared_with": tuple(entry["shared_with"])}) for entry in metadata["ledger"]
             ],
             alpha=metadata["alpha"],
+            explicit=metadata["explicit"],
             proof=Proof(**metadata["proof"]) if metadata["proof"] else None,
         )

@@ -89,13 +89,30 @@ def test_frames_need_pandas(
 def test_the_recipe_of_a_network_is_recognised(small_network: nn.Module, small_batches: list[Tensor]) -> None:
     calibration = ptq.calibrate(small_network, small_batches)
     kitchen = Kitchen(small_network, calibration, small_batches)
-    for alpha, refine in ((None, "none"), (0.5, "none"), ("auto+clip", "none"), (None, "fast")):
-        recipe = Recipe(scheme=Scheme(bits=Bits(4, 4)), batches=calibration.batches, alpha=alpha, refine=refine)
+    for alpha, refine, explicit in (
+        (None, "none", "allow"),
+        (0.5, "none", "never"),
+        ("auto+clip", "none", "allow"),
+        (None, "fast", "allow"),
+    ):
+        recipe = Recipe(
+            scheme=Scheme(bits=Bits(4, 4)),
+            batches=calibration.batches,
+            alpha=alpha,
+            explicit=explicit,
+            refine=refine,
+        )
         smoothed = None
         if alpha is not None:
             auto = alpha != 0.5
             smoothed = ptq.smooth(
-                small_network, calibration, "auto" if auto else 0.5, weights=4, activations=4, clip=auto
+                small_network,
+                calibration,
+                "auto" if auto else 0.5,
+                explicit=explicit,
+                weights=4,
+                activations=4,
+                clip=auto,
             )
         assert Recipe.of(calibration, kitchen.build(recipe), smoothed) == recipe
 
@@ -107,10 +124,12 @@ def test_options_say_the_whole_scheme() -> None:
         exclude=("head",),
         overrides=(("features.1*", Bits(8, 8)),),
         symmetric_activations=True,
+        symmetric_weights=True,
         fold_batchnorm=False,
     )
     assert " ".join(scheme_options(scheme)) == (
-        "--bits W4Afloat --first-last 8 --exclude head --override 'features.1*=W8A8' --symmetric --keep-batchnorm"
+        "--bits W4Afloat --first-last 8 --exclude head --override 'features.1*=W8A8' --symmetric "
+        "--symmetric-weights --keep-batchnorm"
     )
 
 
