@@ -258,8 +258,8 @@ OPTIONS = {
         factory("broken_task", "1 / 0"),
     ),
     "data that is no data": Case(
-        ("calibrate", "--data", "own_data:make"), ("own_data:make", "not batches", "return a list"),
-        factory("own_data", "7"),
+        ("calibrate", "--data", "seven_as_data:make"), ("seven_as_data:make", "not batches", "return a list"),
+        factory("seven_as_data", "7"),
     ),
     "source": Case(("calibrate", "--data", "imagenet:folder"), ("imagenet:folder", "npz:FILE")),
     "export target": Case(("export", "--for", "toaster"), ("toaster", "onnxruntime"), on_run=True),
@@ -348,7 +348,10 @@ RUN_FOLDERS = {
 }  # fmt: skip
 RUN_FOLDERS = {name: Case(c.arguments, c.says, c.prepare, on_run=True) for name, c in RUN_FOLDERS.items()}
 
-MADE_FIRST = ("calibration.safetensors", "run.json", "quantized.safetensors")
+MADE_FIRST = (
+    "calibration.safetensors", "run.json", "smoothed.safetensors", "smoothed_calibration.safetensors", "ledger.json",
+    "quantized.safetensors",
+)  # fmt: skip
 NPZ = ("calibrate", "--data", "npz:d.npz")
 FOLDER = ("calibrate", "--data", "imagefolder:images")
 COLA = ("calibrate", "--task", "cola", "--data", "glue:glue")

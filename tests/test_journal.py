@@ -95,7 +95,7 @@ def test_levels_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(logged) == 2 and all(line["level"] == "debug" and line["seconds"] >= 0 for line in logged)  # type: ignore[operator]
     (tmp_path / FILE).unlink()
     for level, remarks in (("info", 1), ("warning", 0), ("error", 0)):
-        assert invoke(["quantize", "--run", str(tmp_path), "--log-level", level]) == 0
+        assert invoke(["quantize", "--no-smooth", "--run", str(tmp_path), "--log-level", level]) == 0
         out, err = capsys.readouterr()
         assert err.count("quantizing the model as it is") == remarks and "wrote " in out, level
     assert [line["kind"] for line in lines(tmp_path)] == ["message", "command", "command", "command"]

@@ -24,12 +24,12 @@ class NetworkRecipe(Recipe):
 
 
 RECIPES = {
-    "fast": NetworkRecipe(steps=160, weights=0.03, scales=0.006, biases=0.006, blocks=3.0, vary_each=2),
+    "fast": NetworkRecipe(steps=320, weights=0.03, scales=0.006, biases=0.006, blocks=3.0, vary_each=2),
     "best": NetworkRecipe(steps=1800, weights=0.012, scales=0.001, biases=0.001, blocks=1.0, vary_each=1),
 }
-_WORK = 2**40  # multiplications that ``fast`` may learn with
+_WORK = 2**41  # multiplications that ``fast`` may learn with
 _PASSES = 4  # of a step: the float network forwards, the quantized one forwards and backwards, which counts twice
-_LEAST_STEPS = 50  # fewer change little
+_LEAST_STEPS = 100  # fewer change little
 _JUDGES = 16  # of as many samples as a step has; half of them are variations that are not learned from
 _CLOSE = 0.01  # of the answers' variance: an error below it is left as it is
 

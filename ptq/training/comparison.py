@@ -16,6 +16,7 @@ from ptq.evaluation import evaluate, layer_errors
 from ptq.formats import format as read_format
 from ptq.quantization import Quantized
 from ptq.quantization.apply import quantize_by
+from ptq.quantization.modules import ZERO_POINT
 from ptq.smoothing.modules import NOTES
 from ptq.storage import write_json
 from ptq.tasks import Task
@@ -78,8 +79,9 @@ class Comparison:
 def weight_bytes(model: nn.Module, quantized: Quantized | None = None) -> int:
     """Bytes of all parameters and buffers, quantized weights at their bits with a float32 scale per channel.
 
-    Weights in a number format take what the format's packed form takes. Notes that smoothing left on a layer, to
-    measure its errors in the original scale, are not counted: the network runs without them.
+    Zero-points of weights, where there are any, take the bits of the weights. Weights in a number format take what the
+    format's packed form takes. Notes that smoothing left on a layer, to measure its errors in the original scale, are
+    not counted: the network runs without them.
     """
     total: int = sum(
         tensor.numel() * tensor.element_size()
@@ -97,6 +99,10 @@ def weight_bytes(model: nn.Module, quantized: Quantized | None = None) -> int:
             total += read_format(bits.weight_format).nbytes_for(tuple(layer.weight.shape)) - plain
         elif bits.weights is not None:  # its scales are buffers, and counted already
             total += -(-layer.weight.numel() * bits.weights // 8) - plain
+            if hasattr(layer, ZERO_POINT):
+                zero_points = layer.get_buffer(ZERO_POINT)
+                total -= zero_points.numel() * zero_points.element_size()
+                total += -(-zero_points.numel() * bits.weights // 8) if bool(zero_points.any()) else 0
     return total
 
 

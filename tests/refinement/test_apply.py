@@ -287,7 +287,8 @@ def test_quantize_refines_by_one_word(
     assert not isinstance(plain, Refined) and states_equal(
         plain, ptq.quantization.quantize(small_network, calibration, bits="W4A4", first_last=8)
     )
-    assert states_equal(refined, refine(small_network, calibration, scheme(first_last=8), batches))
+    smoothed = ptq.smooth(small_network, calibration, "auto", explicit="never", weights=4, activations=4, clip=True)
+    assert states_equal(refined, refine(smoothed.model, smoothed.calibration, scheme(first_last=8), batches))
     with pytest.raises(InputError, match="needs data"):
         quantize(small_network, calibration, refine="fast")
     with pytest.raises(InputError, match="--refine 'slow': choose none, fast or best"):

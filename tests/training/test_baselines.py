@@ -143,5 +143,7 @@ def test_sizes_are_counted_by_hand() -> None:
     quantized = ptq.quantize(layer, calibration, weights=3, activations=8)
     # 40 codes of 3 bits, bias, weight scales, and scale and zero-point of the input
     assert weight_bytes(quantized.model, quantized) == 15 + 16 + 16 + 8
+    quantized.model.weight_zero_point[0] = 1.0  # 4 zero-points of 3 bits
+    assert weight_bytes(quantized.model, quantized) == 15 + 16 + 16 + 8 + 2
     formatted = ptq.quantize(layer, calibration, weight_format="affine:bits=4", activations=None)
     assert weight_bytes(formatted.model, formatted) == 8 + 20 + 16
