@@ -40,11 +40,11 @@ def recipe_for(effort: str, multiplications: int) -> NetworkRecipe | None:
     ``best`` has its own way; all others take that of ``fast``: fewer steps, or none, if the network is large.
     What a step costs is counted, not timed, so that the result is the same on every machine.
     """
-    recipe = RECIPES["best" if effort == "best" else "fast"]
-    if effort != "best":
-        affordable = _WORK // max(1, _PASSES * recipe.samples * multiplications)
-        recipe = replace(recipe, steps=min(recipe.steps, affordable))
-    return recipe if recipe.steps >= _LEAST_STEPS else None
+    if effort == "best":
+        return RECIPES["best"]
+    recipe = RECIPES["fast"]
+    affordable = _WORK // max(1, _PASSES * recipe.samples * multiplications)
+    return replace(recipe, steps=min(recipe.steps, affordable)) if affordable >= _LEAST_STEPS else None
 
 
 def refine_network(
