@@ -120,16 +120,13 @@ def _multiply_packed(proto: Any, layer: LayerNode, constants: Mapping[str, Any],
     padded = np.pad(rows, ((0, 0), (0, blocks * _BLOCK - inputs)))
     moved = (zero_point + 8).astype(np.uint8)[:, None]  # [O, 1]
     content = _nibbles((padded + moved).astype(np.uint8)).reshape(outputs, blocks, _BLOCK // 2)
-    parts = ("packed", "block_scales", *(("block_zero_points",) if zero_point.any() else ()))
+    parts = {"packed": content, "block_scales": np.repeat(scale.astype(np.float32)[:, None], blocks, 1)}
+    if zero_point.any():  # each row in whole bytes
+        parts["block_zero_points"] = _nibbles(np.repeat(moved, blocks + blocks % 2, 1)).reshape(outputs, -1)
     names = [f"{layer.weight}_{part}" for part in parts]
     if not any(tensor.name == names[0] for tensor in proto.graph.initializer):
-        spread = np.repeat(scale.astype(np.float32)[:, None], blocks, 1)
-        ends = _nibbles(np.repeat(moved, blocks + blocks % 2, 1)).reshape(outputs, -1)  # each row in whole bytes
-        tensors = [
-            onnx.numpy_helper.from_array(array, name)
-            for array, name in zip((content, spread, ends), names, strict=False)
-        ]
-        proto.graph.initializer.extend(tensors)
+        arrays = zip(parts.values(), names, strict=True)
+        proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for array, name in arrays)
     index, node = next((place, n) for place, n in enumerate(proto.graph.node) if n.name == layer.node)
     product = f"{layer.output}_product" if layer.bias else layer.output
     replacement = [
